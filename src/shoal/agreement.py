@@ -1,0 +1,130 @@
+"""What every rank must have in common, checked: the start, and the state after the first step."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import JobError, NumericsError, WorldError
+from shoal.parallel.clip import dense
+from shoal.parallel.place import placement_of
+from shoal.world import World
+
+# An update below this share of the largest weight may round to nothing; above it, it must show.
+_VISIBLE = 1e-5
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """A hash of the bits, shape and dtype: equal only for tensors that are equal bit for bit."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    digest = hashlib.sha256(plain.numpy().data)
+    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def fingerprints(model: nn.Module, *, leave_out: Iterable[str] = ()) -> dict[str, str]:
+    """A fingerprint for each parameter and buffer, by name, without the modules in `leave_out`."""
+    outside = tuple(f"{name}." for name in leave_out)
+    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if not n.startswith(outside))]
+    return {name: fingerprint(tensor) for name, tensor in named}
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """Every rank built the same model: names, order, shapes, dtypes, what is trainable, and every weight.
+
+    Raises:
+        JobError: naming the first parameter or buffer that differs. torch pairs them by position: two that were
+            registered in another order would swap their values in silence.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    facts = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named]
+    prints = [fingerprint(t) for _, t in named]
+    rows = world.gather_text(hashlib.sha256(json.dumps([facts, prints]).encode()).hexdigest())
+    if len(set(rows)) == 1:
+        return
+    tables = [json.loads(row) for row in world.gather_text(json.dumps([facts, prints]))]
+    for rank, (their_facts, their_prints) in enumerate(tables):
+        for index, fact in enumerate(tables[0][0]):
+            theirs = their_facts[index] if index < len(their_facts) else "nothing"
+            if theirs != fact:
+                raise JobError(
+                    f"the ranks built different models: entry {index} is {fact!r} on rank 0 and {theirs!r} on rank "
+                    f"{rank}. Job.model() must build the same on every rank: no set order, no rank inside it."
+                )
+            if their_prints[index] != tables[0][1][index]:
+                raise JobError(
+                    f"{fact.split()[0]} starts with other values on rank {rank} than on rank 0. Job.model() must "
+                    "draw from torch's global generator (shoal seeds it with the job's seed), not from time, rank "
+                    "or a generator of its own."
+                )
+    raise JobError(f"the ranks built models of different length: {[len(table[0]) for table in tables]} entries.")
+
+
+def check_replicas(model: nn.Module, world: World, step: int) -> None:
+    """Replicas are equal bit for bit, parameters and buffers.
+
+    Raises:
+        WorldError: naming what differs, and on which ranks. Nothing was saved from here.
+    """
+    if world.num_data == 1:
+        return
+    prints = fingerprints(model, leave_out=placement_of(model).local_norms)
+    digest = hashlib.sha256(json.dumps(prints).encode()).hexdigest()
+    if len(set(world.gather_text(digest))) == 1:
+        return
+    tables = [json.loads(row) for row in world.gather_text(json.dumps(prints))]
+    for name in prints:
+        ranks = [rank for rank, table in enumerate(tables) if table.get(name) != tables[0].get(name)]
+        if ranks:
+            is_buffer = name in dict(model.named_buffers())
+            why = (
+                "a buffer that depends on a rank's own samples is another training than on one device: compute it "
+                "from the global batch, keep it out of the forward, or make it non-persistent state of the loss"
+                if is_buffer
+                else "something changed it on some ranks alone, outside of the optimizer step"
+            )
+            raise WorldError(f"after step {step} {name} differs between rank 0 and ranks {ranks}: {why}.")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """The optimizer holds live parameters of the model; returns the names of trainable ones that it leaves out.
+
+    Raises:
+        JobError: it holds a tensor that is no parameter of the placed model, so the model would never learn.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"Job.optimizer() returned {type(optimizer).__name__}; it must be a torch.optim.Optimizer.")
+    live = {id(param): name for name, param in model.named_parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in enumerate(held):
+        if id(param) not in live:
+            raise JobError(
+                f"the optimizer's tensor {index} of shape {tuple(param.shape)} is no parameter of the model: it was "
+                "replaced after the optimizer took it, and would train nothing. Build the optimizer in "
+                "Job.optimizer(params), from `params`."
+            )
+    ids = {id(param) for param in held}
+    return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in ids]
+
+
+def check_first_step(before: Mapping[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> list[str]:
+    """After step one: what got a gradient has moved; returns the names of trainable parameters that got none.
+
+    Raises:
+        NumericsError: a parameter with a gradient, under a learning rate that must show, kept every bit.
+    """
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    without = []
+    for name, param in model.named_parameters():
+        if param.grad is None:
+            without += [name] if param.requires_grad else []
+        elif id(param) in held and lr > _VISIBLE * float(param.detach().abs().max()) and fingerprint(param) == before[name]:
+            if not bool(dense(param.grad).any()):
+                continue  # a gradient of zeros may move nothing
+            raise NumericsError(
+                f"{name} has a gradient but step 1 (lr {lr:g}) did not change a single bit of it. The optimizer does "
+                "not update the parameter that the model uses."
+            )
+    return without

@@ -1,0 +1,141 @@
+"""On what a job runs: the peaks of known accelerators, and a cluster's nodes, devices, links and memory.
+
+A cluster file is TOML; a link's speed counts one direction:
+
+    nodes = 2
+    devices_per_node = 8
+    device = "NVIDIA H100 80GB HBM3"
+    intra_node_gb_per_s = 450
+    inter_node_gb_per_s = 50
+"""
+
+import csv
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.errors import ShoalError, nearest
+
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
+
+
+class ClusterError(ShoalError):
+    """The description of a cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One kind of device as its vendor states it: peaks in FLOP/s by dtype, dense; what is not known is absent."""
+
+    name: str
+    vendor: str
+    device_names: tuple[str, ...]
+    peak_flops: Mapping[str, float]
+    memory_bytes: float | None
+    bandwidth_bytes_per_s: float | None
+    source: str
+
+
+def find_accelerator(device_name: str) -> Accelerator | None:
+    """The accelerator that goes by exactly this name, as `torch.cuda.get_device_name` prints it, or None.
+
+    A variant (PCIe, NVL, Laptop, a MIG slice) has other peaks than its sister, so nothing near is taken for it.
+    """
+    wanted = _plain(device_name)
+    for accelerator in read_accelerators():
+        if wanted in map(_plain, accelerator.device_names):
+            return accelerator
+    return None
+
+
+def peak_flops(accelerator: Accelerator | None, dtype: str) -> float | None:
+    """Dense peak in FLOP/s of matrix products in `dtype` (accumulated in fp32 below fp32), or None if unknown."""
+    assert dtype in DTYPES, dtype
+    return accelerator.peak_flops.get(dtype) if accelerator else None
+
+
+def read_accelerators() -> list[Accelerator]:
+    """All rows of `accelerators.csv`."""
+    text = resources.files("shoal").joinpath("accelerators.csv").read_text("utf-8")
+    return [_accelerator(row) for row in csv.DictReader(text.splitlines())]
+
+
+def _accelerator(row: dict[str, str]) -> Accelerator:
+    peaks = {dtype: _scaled(row[f"{dtype}_tflops"], 1e12) for dtype in DTYPES}
+    return Accelerator(
+        name=row["name"],
+        vendor=row["vendor"],
+        device_names=tuple(row["device_names"].split("|")),
+        peak_flops={dtype: peak for dtype, peak in peaks.items() if peak is not None},
+        memory_bytes=_scaled(row["memory_gb"], 1e9),
+        bandwidth_bytes_per_s=_scaled(row["bandwidth_gb_per_s"], 1e9),
+        source=row["source"],
+    )
+
+
+def _scaled(figure: str, unit: float) -> float | None:
+    return float(figure) * unit if figure else None
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.lower().split())
+
+
+class Cluster(BaseModel):
+    """Nodes of equal devices; memory in GB (10^9 bytes) per device, link speeds in GB/s per device, one way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    nodes: int = Field(default=1, ge=1)
+    devices_per_node: int = Field(ge=1)
+    device: str | None = None
+    memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    intra_node_gb_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    inter_node_gb_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes together."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The known accelerator that `device` names, if it does."""
+        return find_accelerator(self.device) if self.device else None
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Memory of one device: the file's, else its accelerator's, else None."""
+        if self.memory_gb is not None:
+            return self.memory_gb * 1e9
+        return self.accelerator.memory_bytes if self.accelerator else None
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a TOML file describes.
+
+    Raises:
+        ClusterError: if the file is missing, is not TOML, or names or values are wrong; it names the first.
+    """
+    try:
+        return Cluster.model_validate(tomllib.loads(path.read_text("utf-8")))
+    except OSError as error:
+        raise ClusterError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{path} is not TOML: {error}.") from error
+    except ValidationError as error:
+        raise ClusterError(f"{path}: {_lesson(error)}") from error
+
+
+def _lesson(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return f"there is no {name!r} in a cluster.{nearest(name, Cluster.model_fields)}"
+    if first["type"] == "missing":
+        return f"{name} is missing. Add a line such as: {name} = 8"
+    return f"{name} is {first['input']!r}. {first['msg']}."

@@ -1,0 +1,71 @@
+"""Evaluation: each sample once at any world size, sums and counts added, divided once."""
+
+import json
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.data import Shared
+from shoal.errors import JobError
+from shoal.job import Job, Sum
+from shoal.step import Forward, seed_everything
+from shoal.world import World
+
+
+def evaluate(job: Job, model: nn.Module, data: Shared, world: World) -> dict[str, Tensor]:
+    """`loss` and the job's metrics over a dataset, equal on every rank and to one process.
+
+    The model is in evaluation mode and returns to the mode it had; no gradient, no collective inside it, so a
+    rank without samples simply waits at the end.
+    """
+    was_training = model.training
+    forward = Forward(job, model, world)
+    seed_everything(job.seed, "evaluation", world.data_rank)
+    model.eval()
+    sums: dict[str, Sum] = {}
+    try:
+        with torch.no_grad():
+            for batch in data.batches():
+                for part in batch.micro if batch.num_samples else ():
+                    output, moved, loss = forward(part)
+                    for name, figure in {"loss": loss, **_checked(job.metrics(output, moved))}.items():
+                        wide = Sum(figure.value.detach().double(), _float(figure.count))
+                        sums[name] = sums[name] + wide if name in sums else wide
+    finally:
+        model.train(was_training)
+    return {name: total.mean() for name, total in _add_over_ranks(sums, world).items()}
+
+
+def _float(count: Tensor | float) -> float:
+    return float(count)
+
+
+def _checked(metrics: dict[str, Sum]) -> dict[str, Sum]:
+    for name, figure in metrics.items():
+        if not isinstance(figure, Sum) or not isinstance(figure.value, Tensor):
+            raise JobError(
+                f"metric {name!r} is {type(figure).__name__}, not a Sum(tensor, count). A mean per batch cannot be "
+                "averaged over ragged batches; Sum((output.argmax(-1) == target).sum(), len(target)) can. For AUC, F1 "
+                "and their like return what adds up: a Sum of the confusion matrix with count 1 per evaluation part."
+            )
+    return metrics
+
+
+def _add_over_ranks(sums: dict[str, Sum], world: World) -> dict[str, Sum]:
+    """One collective for all metrics. A rank without samples learns their names and shapes from the others."""
+    shapes: dict[str, list[int]] = {}
+    for row in world.gather_text(json.dumps({name: list(s.value.shape) for name, s in sums.items()})):
+        shapes |= json.loads(row)
+    zeros = {name: Sum(torch.zeros(shape, dtype=torch.float64, device=world.device), 0.0) for name, shape in shapes.items()}
+    parts = [zeros[name] + sums[name] if name in sums else zeros[name] for name in sorted(shapes)]
+    flat = torch.cat([torch.cat([part.value.flatten(), part.value.new_tensor([part.count])]) for part in parts])
+    if world.kind == "real":
+        dist.all_reduce(flat, group=world.side_group)
+    total, start = {}, 0
+    for name in sorted(shapes):
+        numel = math.prod(shapes[name])
+        total[name] = Sum(flat[start : start + numel].view(shapes[name]), flat[start + numel])
+        start += numel + 1
+    return total

@@ -1,0 +1,248 @@
+"""One optimizer step: the same for every layout. Silent: tensors in, tensors out.
+
+    forward + backward of each micro-batch, on the sum of the loss   (reduced once, in the last backward)
+    the sums and counts of all ranks, added                          (one small collective, behind backward)
+    gradient norm -> one factor: divide by the global count, clip    (one multiplication)
+    finite on every rank? -> optimizer, schedule                     (all ranks together, or none)
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.data import RankBatch
+from shoal.errors import JobError, NumericsError
+from shoal.job import Job, Scheduler, Sum
+from shoal.parallel.clip import clip_factor, dense, grad_norm, scale_gradients
+from shoal.parallel.norm import set_live
+from shoal.parallel.place import placement_of
+from shoal.world import World
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step left behind, equal on every rank; tensors stay where they are until logged."""
+
+    step: int  # steps done, this one included
+    loss: Tensor  # over the global batch
+    count: Tensor  # what the loss was divided by: samples, or tokens
+    grad_norm: Tensor  # before clipping
+    lr: float
+    num_samples: int
+    skipped: str = ""  # why the update was left out; empty when it was made
+    stop: bool = False  # some rank was asked to end
+
+
+def seed_everything(*parts: object) -> None:
+    """Seed every global stream (torch on all devices, numpy, python) from one place: a hash of `parts`."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "big") >> 1
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class Forward:
+    """The model applied as the job says: precision, inputs, loss; shared by training and evaluation."""
+
+    def __init__(self, job: Job, model: nn.Module, world: World) -> None:
+        self._job, self._model, self._world = job, model, world
+        self._half = DTYPES[job.precision] if job.precision in ("bf16", "fp16") else None
+
+    def __call__(self, batch: Any) -> tuple[Any, Any, Sum]:
+        """Returns (output, batch on the device, loss); raises JobError for a loss that is no Sum."""
+        batch = tree_map_only(Tensor, self._to_device, batch)
+        with self._autocast():
+            inputs = self._job.inputs(batch)
+            if isinstance(inputs, dict):
+                output = self._model(**inputs)
+            elif isinstance(inputs, tuple):
+                output = self._model(*inputs)
+            else:
+                output = self._model(inputs)
+            loss = self._job.loss(output, batch)
+        return output, batch, _checked(loss, type(self._job).__name__)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        wide = self._job.precision == "fp64" and tensor.is_floating_point()
+        return tensor.to(self._world.device, torch.float64 if wide else None, non_blocking=True)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._half is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._world.device.type, self._half)
+
+
+def _checked(loss: object, job: str) -> Sum:
+    if not isinstance(loss, Sum):
+        raise JobError(
+            f"{job}.loss() returned {type(loss).__name__}, not a Sum(value, count). A mean cannot be put together "
+            "again over ranks: return mean_loss(F.cross_entropy(output, target, reduction='none')), "
+            "token_loss(logits, targets), or Sum(value, count)."
+        )
+    if not isinstance(loss.value, Tensor) or loss.value.dim() != 0:
+        shape = tuple(loss.value.shape) if isinstance(loss.value, Tensor) else type(loss.value).__name__
+        raise JobError(f"{job}.loss() returned a Sum whose value is {shape}; it must be a 0-dim tensor: add it up.")
+    return loss
+
+
+class Step:
+    """Runs optimizer steps. `scaler` exists for fp16 alone; its scale is one state, equal on all ranks,
+    because it is driven by gradients that are already reduced."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        world: World,
+        *,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler | None,
+    ) -> None:
+        self._job, self._model, self._world = job, model, world
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._forward = Forward(job, model, world)
+        self._placement = placement_of(model)
+        self._params = list(model.parameters())
+        self.scaler = torch.amp.GradScaler(world.device.type) if job.precision == "fp16" else None
+
+    def __call__(self, batch: RankBatch, *, stop: bool = False) -> StepResult:
+        """One optimizer step on this rank's part of the global batch of step `batch.step`.
+
+        Args:
+            stop: this rank was asked to end; `StepResult.stop` tells all ranks in the same step.
+
+        Raises:
+            NumericsError: the loss or a gradient is not finite, and the job says to stop. Weights are untouched.
+        """
+        seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
+        self._model.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        own, totals = self._forward_backward(batch, stop)
+        return self._update(batch, own, totals)
+
+    def _forward_backward(self, batch: RankBatch, stop: bool) -> tuple[Tensor, Tensor]:
+        """Backward of the loss *sum*; returns [value, count, stop] of this rank and of all ranks."""
+        live = batch.num_samples > 0
+        set_live(self._model, live)
+        # DDP divides by the number of ranks; the samples bring magnitudes to those of a mean (fp16 needs it).
+        # Both are undone exactly by the one factor of `_update`.
+        weight = self._world.num_data / batch.num_global if live else 0.0
+        own = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        own[2] = float(stop)
+        totals, work = own, None
+        for index, part in enumerate(batch.micro):
+            last = index == len(batch.micro) - 1
+            with contextlib.nullcontext() if last else self._placement.accumulate():
+                _, _, loss = self._forward(part)
+                if live:
+                    own[0] += loss.value.detach()
+                    own[1] += loss.count
+                if last:
+                    totals, work = self._start_totals(own)
+                self._backward(loss.value * weight, batch)
+        if work is not None:
+            work.wait()
+        return own, totals
+
+    def _start_totals(self, own: Tensor) -> tuple[Tensor, dist.Work | None]:
+        totals = own.clone()
+        if self._world.kind != "real":
+            return totals, None
+        return totals, dist.all_reduce(totals, group=self._world.side_group, async_op=True)
+
+    def _backward(self, value: Tensor, batch: RankBatch) -> None:
+        if not value.requires_grad:
+            raise JobError(
+                f"rank {self._world.rank}, step {batch.step + 1}: the loss depends on no trainable parameter. "
+                "Is everything frozen, or was the output detached (.detach(), .item(), torch.no_grad())?"
+            )
+        (self.scaler.scale(value) if self.scaler else value).backward()  # type: ignore[no-untyped-call]
+
+    def _update(self, batch: RankBatch, own: Tensor, totals: Tensor) -> StepResult:
+        value, count, stop = totals.unbind()
+        if self.scaler:
+            self.scaler.unscale_(self._optimizer)
+        to_mean = batch.num_global / count
+        norm = grad_norm(self._params).to(totals) * to_mean
+        clip = self._job.clip_grad_norm
+        factor = to_mean if clip is None else to_mean * clip_factor(norm, clip)
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        figures = self._world.read(torch.stack([value, count, norm, factor, stop]))
+        finite = figures is None or all(map(math.isfinite, figures))
+        if finite:
+            if figures is None or figures[3] != 1.0:
+                scale_gradients(self._params, factor)
+            self._advance()
+        return StepResult(
+            step=batch.step + 1,
+            loss=value / count,
+            count=count,
+            grad_norm=norm,
+            lr=lr,
+            num_samples=batch.num_global,
+            skipped="" if finite else self._not_finite(batch, own),
+            stop=figures is not None and figures[4] > 0,
+        )
+
+    def _advance(self) -> None:
+        if self.scaler:
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        else:
+            self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _not_finite(self, batch: RankBatch, own: Tensor) -> str:
+        """All ranks are here together: skip the update and say why, or stop."""
+        if self.scaler:
+            self.scaler.update()
+            if self.scaler.get_scale() >= 1.0:
+                return f"step {batch.step + 1} skipped: fp16 overflow; loss scale {self.scaler.get_scale():g}"
+        culprits = self._blame(batch, own)
+        if self._job.nonfinite == "skip":
+            return f"step {batch.step + 1} skipped: {culprits}"
+        raise NumericsError(
+            f"step {batch.step + 1}: {culprits}. No weight was changed by this step. Look at these samples; lower "
+            "the learning rate or clip the gradient (--set clip_grad_norm=1.0); or leave such steps out: "
+            "--set nonfinite=skip"
+        )
+
+    def _blame(self, batch: RankBatch, own: Tensor) -> str:
+        """Which rank, with which samples: the step once more, unreduced, so that gradients are each rank's own."""
+        bad = []
+        if self._world.kind != "fake" and batch.num_samples:
+            seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
+            self._optimizer.zero_grad(set_to_none=True)
+            with self._placement.accumulate():
+                for part in batch.micro:
+                    self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]
+            named = self._model.named_parameters()
+            bad = [n for n, p in named if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
+            self._optimizer.zero_grad(set_to_none=True)
+        loss_is_finite = bool(own.isfinite().all())
+        told = {} if loss_is_finite and not bad else {"ids": batch.sample_ids[:16], "bad": bad[:3], "loss": loss_is_finite}
+        rows = [json.loads(row) for row in self._world.gather_text(json.dumps(told))]
+        return "; ".join(_verdict(rank, row) for rank, row in enumerate(rows) if row) or (
+            "the loss counts nothing (its count is 0), or gradients that are finite on every rank overflow in the sum"
+        )
+
+
+def _verdict(rank: int, row: dict[str, Any]) -> str:
+    what = f"the gradient of {', '.join(row['bad'])}" if row["loss"] else "the loss"
+    return f"{what} is not finite on rank {rank} (samples {', '.join(map(str, row['ids']))})"
