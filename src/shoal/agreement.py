@@ -27,7 +27,10 @@ def fingerprint(tensor: Tensor) -> str:
 def fingerprints(model: nn.Module, *, leave_out: Iterable[str] = ()) -> dict[str, str]:
     """A fingerprint for each parameter and buffer, by name, without the modules in `leave_out`."""
     outside = tuple(f"{name}." for name in leave_out)
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if not n.startswith(outside))]
+    named = [
+        *model.named_parameters(),
+        *((n, b) for n, b in model.named_buffers() if not n.startswith(outside)),
+    ]
     return {name: fingerprint(tensor) for name, tensor in named}
 
 
@@ -109,7 +112,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in ids]
 
 
-def check_first_step(before: Mapping[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> list[str]:
+def check_first_step(
+    before: Mapping[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, lr: float
+) -> list[str]:
     """After step one: what got a gradient has moved; returns the names of trainable parameters that got none.
 
     Raises:
@@ -120,7 +125,11 @@ def check_first_step(before: Mapping[str, str], model: nn.Module, optimizer: tor
     for name, param in model.named_parameters():
         if param.grad is None:
             without += [name] if param.requires_grad else []
-        elif id(param) in held and lr > _VISIBLE * float(param.detach().abs().max()) and fingerprint(param) == before[name]:
+        elif (
+            id(param) in held
+            and lr > _VISIBLE * float(param.detach().abs().max())
+            and fingerprint(param) == before[name]
+        ):
             if not bool(dense(param.grad).any()):
                 continue  # a gradient of zeros may move nothing
             raise NumericsError(

@@ -29,7 +29,7 @@ class ClusterError(ShoalError):
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One kind of device as its vendor states it: peaks in FLOP/s by dtype, dense; what is not known is absent."""
+    """One kind of device as its vendor states it: dense peaks in FLOP/s by dtype; the unknown is absent."""
 
     name: str
     vendor: str
@@ -43,7 +43,7 @@ class Accelerator:
 def find_accelerator(device_name: str) -> Accelerator | None:
     """The accelerator that goes by exactly this name, as `torch.cuda.get_device_name` prints it, or None.
 
-    A variant (PCIe, NVL, Laptop, a MIG slice) has other peaks than its sister, so nothing near is taken for it.
+    A variant (PCIe, NVL, Laptop, a MIG slice) has other peaks than its sister: nothing near is taken for it.
     """
     wanted = _plain(device_name)
     for accelerator in read_accelerators():
@@ -53,7 +53,7 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 
 
 def peak_flops(accelerator: Accelerator | None, dtype: str) -> float | None:
-    """Dense peak in FLOP/s of matrix products in `dtype` (accumulated in fp32 below fp32), or None if unknown."""
+    """Dense peak of matrix products in `dtype`, in FLOP/s, or None if unknown."""
     assert dtype in DTYPES, dtype
     return accelerator.peak_flops.get(dtype) if accelerator else None
 
@@ -65,20 +65,20 @@ def read_accelerators() -> list[Accelerator]:
 
 
 def _accelerator(row: dict[str, str]) -> Accelerator:
-    peaks = {dtype: _scaled(row[f"{dtype}_tflops"], 1e12) for dtype in DTYPES}
+    peaks = {dtype: _scaled(row[f"{dtype}_tflops"], 12) for dtype in DTYPES}
     return Accelerator(
         name=row["name"],
         vendor=row["vendor"],
         device_names=tuple(row["device_names"].split("|")),
         peak_flops={dtype: peak for dtype, peak in peaks.items() if peak is not None},
-        memory_bytes=_scaled(row["memory_gb"], 1e9),
-        bandwidth_bytes_per_s=_scaled(row["bandwidth_gb_per_s"], 1e9),
+        memory_bytes=_scaled(row["memory_gb"], 9),
+        bandwidth_bytes_per_s=_scaled(row["bandwidth_gb_per_s"], 9),
         source=row["source"],
     )
 
 
-def _scaled(figure: str, unit: float) -> float | None:
-    return float(figure) * unit if figure else None
+def _scaled(figure: str, exponent: int) -> float | None:
+    return float(f"{figure}e{exponent}") if figure else None
 
 
 def _plain(name: str) -> str:
@@ -86,7 +86,7 @@ def _plain(name: str) -> str:
 
 
 class Cluster(BaseModel):
-    """Nodes of equal devices; memory in GB (10^9 bytes) per device, link speeds in GB/s per device, one way."""
+    """Nodes of equal devices; memory in GB (10^9 bytes) and link speeds in GB/s, one way, are per device."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

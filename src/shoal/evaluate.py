@@ -47,8 +47,8 @@ def _checked(metrics: dict[str, Sum]) -> dict[str, Sum]:
         if not isinstance(figure, Sum) or not isinstance(figure.value, Tensor):
             raise JobError(
                 f"metric {name!r} is {type(figure).__name__}, not a Sum(tensor, count). A mean per batch cannot be "
-                "averaged over ragged batches; Sum((output.argmax(-1) == target).sum(), len(target)) can. For AUC, F1 "
-                "and their like return what adds up: a Sum of the confusion matrix with count 1 per evaluation part."
+                "averaged over ragged batches; Sum((output.argmax(-1) == target).sum(), len(target)) can. AUC, F1 and "
+                "their like do not add up: return what does, Sum(confusion_matrix, len(target)), and derive them from it."
             )
     return metrics
 
@@ -58,7 +58,9 @@ def _add_over_ranks(sums: dict[str, Sum], world: World) -> dict[str, Sum]:
     shapes: dict[str, list[int]] = {}
     for row in world.gather_text(json.dumps({name: list(s.value.shape) for name, s in sums.items()})):
         shapes |= json.loads(row)
-    zeros = {name: Sum(torch.zeros(shape, dtype=torch.float64, device=world.device), 0.0) for name, shape in shapes.items()}
+    zeros = {
+        name: Sum(torch.zeros(shape, dtype=torch.float64, device=world.device), 0.0) for name, shape in shapes.items()
+    }
     parts = [zeros[name] + sums[name] if name in sums else zeros[name] for name in sorted(shapes)]
     flat = torch.cat([torch.cat([part.value.flatten(), part.value.new_tensor([part.count])]) for part in parts])
     if world.kind == "real":

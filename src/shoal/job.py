@@ -64,9 +64,7 @@ def token_loss(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> 
     Shapes: logits (..., vocabulary), targets (...) of int64; entries equal to `ignore_index` count nothing.
     """
     flat = targets.reshape(-1)
-    value = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum"
-    )
+    value = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), flat, ignore_index=ignore_index, reduction="sum")
     return Sum(value, (flat != ignore_index).sum())
 
 
@@ -140,6 +138,10 @@ class Job(ABC):
         """Figures of evaluation besides the loss, as Sums (a confusion matrix is one too)."""
         return {}
 
+    def show(self, model: nn.Module, figures: Mapping[str, float]) -> str:
+        """What a person sees at the end, besides the figures of the evaluation: a sample, a table."""
+        return ""
+
 
 def check_job(job: Job) -> None:
     """Refuse values that no training can have.
@@ -193,6 +195,15 @@ def load_job(spec: str, settings: Mapping[str, Any] | None = None) -> Job:
     return job
 
 
+def with_fields(job: Job, settings: Mapping[str, Any]) -> Job:
+    """A copy of a job with some fields set, from values or from text."""
+    _check_names(type(job), settings)
+    hints = typing.get_type_hints(type(job))
+    changed = dataclasses.replace(job, **{n: _typed(type(job), n, hints[n], v) for n, v in settings.items()})
+    check_job(changed)
+    return changed
+
+
 def _job_class(spec: str) -> type[Job]:
     place, _, name = spec.partition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, spec)
@@ -238,8 +249,7 @@ def _load_file(path: Path) -> ModuleType:
 def _load_module(place: str, spec: str) -> ModuleType:
     if ":" not in spec:
         raise JobError(
-            f"no job {spec!r}.{nearest(spec, BUILT_IN)} A job of your own is a file, jobs/mine.py:Mine, "
-            "or module:Name."
+            f"no job {spec!r}.{nearest(spec, BUILT_IN)} A job of your own is a file, jobs/mine.py:Mine, or module:Name."
         )
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -254,16 +264,20 @@ def _load_module(place: str, spec: str) -> ModuleType:
 def _build(cls: type[Job], settings: Mapping[str, Any]) -> Job:
     if "__dataclass_fields__" not in vars(cls) and vars(cls).get("__annotations__"):
         raise JobError(f"put @dataclass(frozen=True, kw_only=True) above class {cls.__name__}(Job).")
-    fields = {f.name for f in dataclasses.fields(cls) if f.init}
-    for name in settings:
-        if name not in fields:
-            raise JobError(f"{cls.__name__} has no field {name!r}.{nearest(name, fields)}")
+    _check_names(cls, settings)
     hints = typing.get_type_hints(cls)
     values = {name: _typed(cls, name, hints[name], value) for name, value in settings.items()}
     try:
         return cls(**values)
     except TypeError as error:
         raise JobError(f"{cls.__name__}: {error}. Give fields as --set name=value.") from None
+
+
+def _check_names(cls: type[Job], settings: Mapping[str, Any]) -> None:
+    fields = {f.name for f in dataclasses.fields(cls) if f.init}
+    for name in settings:
+        if name not in fields:
+            raise JobError(f"{cls.__name__} has no field {name!r}.{nearest(name, fields)}")
 
 
 def _typed(cls: type[Job], name: str, hint: Any, value: Any) -> Any:
@@ -284,5 +298,3 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-

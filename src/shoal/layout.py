@@ -106,9 +106,7 @@ class Layout:
 
     def require_available(self) -> None:
         """Refuse what this version of shoal parses but cannot run yet."""
-        missing = [
-            name for name in (*AXES, *OPTIONS) if name not in AVAILABLE and not _is_default(self, name)
-        ]
+        missing = [name for name in (*AXES, *OPTIONS) if name not in AVAILABLE and not _is_default(self, name)]
         if missing:
             raise LayoutError(
                 f"{self}: not available yet in this version: {', '.join(missing)}. "
@@ -136,9 +134,7 @@ def _check_values(layout: Layout) -> None:
 def _check_choice(name: str, value: object) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in CHOICES[name]):
         known = [_spell(choice) for choice in CHOICES[name] if choice is not None]
-        raise LayoutError(
-            f"{name}={_spell(value)} is not a value of {name}.{nearest(_spell(value).lower(), known)}"
-        )
+        raise LayoutError(f"{name}={_spell(value)} is not a value of {name}.{nearest(_spell(value).lower(), known)}")
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:
@@ -151,9 +147,7 @@ def _check_split(value: object) -> None:
     if type(value) is not tuple or not all(type(cut) is int and 1 <= cut <= MAX_COUNT for cut in value):
         raise LayoutError(f"split is {value!r}; it must be a tuple of block indices from 1, such as (4, 8).")
     if list(value) != sorted(set(value)):
-        raise LayoutError(
-            f"split={_spell(value)} must rise: a cut is the index of the block that begins a stage."
-        )
+        raise LayoutError(f"split={_spell(value)} must rise: a cut is the index of the block that begins a stage.")
 
 
 def _problems(layout: Layout) -> Iterator[str]:
@@ -237,9 +231,7 @@ def _parse(text: str) -> Layout:
         raise LayoutError(f"{text!r} holds a character outside ASCII; layouts use a-z, 0-9 and .:,=/-")
     degrees, colon, options = text.partition(":")
     if colon and not options:
-        raise LayoutError(
-            f"{text!r} ends in a colon without an option. Write {degrees} or {degrees}:micro=2."
-        )
+        raise LayoutError(f"{text!r} ends in a colon without an option. Write {degrees} or {degrees}:micro=2.")
     return Layout(**_parse_degrees(degrees), **(_parse_options(options) if colon else {}))
 
 
@@ -255,9 +247,7 @@ def _parse_degrees(text: str) -> dict[str, Any]:
     ordered = sorted(degrees, key=AXES.index)
     if list(degrees) != ordered and "threads" not in degrees:
         right = ".".join(f"{axis}{degrees[axis]}" for axis in ordered)
-        raise LayoutError(
-            f"{text}: axes go from the outermost to the innermost: {' '.join(AXES[:6])}. Write {right}."
-        )
+        raise LayoutError(f"{text}: axes go from the outermost to the innermost: {' '.join(AXES[:6])}. Write {right}.")
     return degrees
 
 
@@ -339,15 +329,21 @@ def nearest_layouts(layout: Layout, num_ranks: int, limit: int = 3) -> list[Layo
     """The layouts over the same axes that fill a world of `num_ranks`, nearest first.
 
     Distance is the sum over the axes of |log2(degree / asked degree)|; of equals the one with fewer axes
-    comes first, then the one whose inner axes changed least.
+    comes first, then the one that changes more on the data axes, which fit every job.
     """
     axes = [axis for axis in RANK_AXES if getattr(layout, axis) > 1]
     if layout.num_data == 1:
         axes = sorted([*axes, "dp"], key=AXES.index)  # data parallelism fits every job
 
-    def distance(degrees: tuple[int, ...]) -> tuple[float, int, tuple[float, ...]]:
+    def distance(degrees: tuple[int, ...]) -> tuple[float, int, float, tuple[float, ...]]:
         steps = [abs(math.log2(new / getattr(layout, axis))) for axis, new in zip(axes, degrees, strict=True)]
-        return round(sum(steps), 9), sum(degree > 1 for degree in degrees), tuple(reversed(steps))
+        model_steps = sum(step for axis, step in zip(axes, steps, strict=True) if axis not in ("dp", "fsdp"))
+        return (
+            round(sum(steps), 9),
+            sum(degree > 1 for degree in degrees),
+            round(model_steps, 9),
+            tuple(steps),
+        )
 
     ranked = sorted(_factorisations(num_ranks, len(axes)), key=distance)
     fitting = (_refit(layout, dict(zip(axes, degrees, strict=True))) for degrees in ranked)

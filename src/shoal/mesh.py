@@ -94,13 +94,12 @@ class Mesh:
             if axis == "ep":
                 raise WorldError("ep follows from dp and fsdp. Name those instead.")
             if not 0 <= place < self.sizes[axis]:
-                raise WorldError(
-                    f"{axis}={place} is outside the axis {axis}, which runs to {self.sizes[axis] - 1}."
-                )
+                raise WorldError(f"{axis}={place} is outside the axis {axis}, which runs to {self.sizes[axis] - 1}.")
         return sum(place * self.strides[axis] for axis, place in coordinates.items())
 
     def group(self, rank: int, axes: str | Iterable[str]) -> Sequence[int]:
         """The ranks, ascending, that differ from `rank` on these axes alone, `rank` included."""
+        self._check_rank(rank)
         names = self._axis_names(axes)
         first = rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in names)
         return self._members(first, names)
@@ -139,13 +138,7 @@ class Mesh:
     def _draw(self, axis: str) -> str:
         group = self.group(0, axis)
         ranks = " ".join(map(str, group[:MAX_SHOWN])) + (f" .. {group[-1]}" if len(group) > MAX_SHOWN else "")
-        where = (
-            ""
-            if self.ranks_per_node is None
-            else ", across nodes"
-            if self.crosses_nodes(axis)
-            else ", in a node"
-        )
+        where = "" if self.ranks_per_node is None else ", across nodes" if self.crosses_nodes(axis) else ", in a node"
         return f"  {axis:<4} {self.sizes[axis]:>6}   rank 0 with {ranks}{where}"
 
     def _members(self, first: int, names: Sequence[str]) -> Sequence[int]:
@@ -168,9 +161,7 @@ class Mesh:
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
-            raise WorldError(
-                f"rank {rank} is outside this world of {self.size}; its ranks run to {self.size - 1}."
-            )
+            raise WorldError(f"rank {rank} is outside this world of {self.size}; its ranks run to {self.size - 1}.")
 
 
 def _repeat(members: Sequence[int], size: int, stride: int) -> Sequence[int]:

@@ -1,9 +1,9 @@
 """One optimizer step: the same for every layout. Silent: tensors in, tensors out.
 
-    forward + backward of each micro-batch, on the sum of the loss   (reduced once, in the last backward)
-    the sums and counts of all ranks, added                          (one small collective, behind backward)
-    gradient norm -> one factor: divide by the global count, clip    (one multiplication)
-    finite on every rank? -> optimizer, schedule                     (all ranks together, or none)
+forward + backward of each micro-batch, on the sum of the loss   (reduced once, in the last backward)
+the sums and counts of all ranks, added                          (one small collective, behind backward)
+gradient norm -> one factor: divide by the global count, clip    (one multiplication)
+finite on every rank? -> optimizer, schedule                     (all ranks together, or none)
 """
 
 import contextlib
@@ -54,6 +54,22 @@ def seed_everything(*parts: object) -> None:
         torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def use_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Update all parameters in one kernel where torch has one: the same numbers to rounding, several times faster.
+
+    Only where the job left the choice open, and where every parameter allows it (real floating point on CPU or CUDA).
+    SGD is left alone: torch's fused one fails when a parameter gets its first gradient later than the others.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(param.is_floating_point() and param.device.type in ("cpu", "cuda") for param in params):
+        return
+    for group in optimizer.param_groups:
+        if all(group.get(how) in (None, False) for how in ("foreach", "capturable", "differentiable", "fused")):
+            group["fused"] = True
 
 
 class Forward:
@@ -114,7 +130,7 @@ class Step:
         scheduler: Scheduler | None,
     ) -> None:
         self._job, self._model, self._world = job, model, world
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self.scheduler = optimizer, scheduler
         self._forward = Forward(job, model, world)
         self._placement = placement_of(model)
         self._params = list(model.parameters())
@@ -205,8 +221,8 @@ class Step:
             self.scaler.update()
         else:
             self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def _not_finite(self, batch: RankBatch, own: Tensor) -> str:
         """All ranks are here together: skip the update and say why, or stop."""
@@ -236,7 +252,9 @@ class Step:
             bad = [n for n, p in named if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
             self._optimizer.zero_grad(set_to_none=True)
         loss_is_finite = bool(own.isfinite().all())
-        told = {} if loss_is_finite and not bad else {"ids": batch.sample_ids[:16], "bad": bad[:3], "loss": loss_is_finite}
+        told = (
+            {} if loss_is_finite and not bad else {"ids": batch.sample_ids[:16], "bad": bad[:3], "loss": loss_is_finite}
+        )
         rows = [json.loads(row) for row in self._world.gather_text(json.dumps(told))]
         return "; ".join(_verdict(rank, row) for rank, row in enumerate(rows) if row) or (
             "the loss counts nothing (its count is 0), or gradients that are finite on every rank overflow in the sum"

@@ -25,9 +25,7 @@ def test_palm_540b_reached_46_percent_mfu():
     ("tokens", "depth", "width", "devices", "flops_per_device", "days"),
     [(300e9, 96, 12288, 1024, 140e12, 34), (450e9, 128, 25600, 3072, 163e12, 84)],
 )
-def test_sc21_training_times_come_out_of_the_step_formula(
-    tokens, depth, width, devices, flops_per_device, days
-):
+def test_sc21_training_times_come_out_of_the_step_formula(tokens, depth, width, devices, flops_per_device, days):
     per_step = d.gpt_step_flops(1, 2048, depth=depth, width=width, vocabulary=51200, recompute=True)
     total = per_step * tokens / 2048
     assert total / (devices * flops_per_device) / DAY_S == pytest.approx(days, rel=0.025)

@@ -2,8 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from shoal.metrics import flops
 from shoal.metrics.definitions import dense_flops_per_token
 from shoal.metrics.flops import CONVENTION, count_flops
 
@@ -83,11 +85,11 @@ def test_recurrent_layers_cost_their_weights_at_each_time_step(kind, gates):
     time, batch = 6, 2
     layer = kind(8, 16, batch_first=True, bidirectional=True)
     x = torch.randn(batch, time, 8, requires_grad=True)
-    flops = flops_of_step(layer, x).model
+    counted = flops_of_step(layer, x).model
     full = 3 * 2 * batch * time * 2 * gates * 16 * (8 + 16)
     first_hidden_state = 2 * batch * 2 * gates * 16 * 16
     # The unfused layers skip the gradient of the first hidden state, which is a constant.
-    assert flops in (full, full - first_hidden_state)
+    assert counted in (full, full - first_hidden_state)
 
 
 def test_sparse_product_costs_only_what_is_stored():
@@ -159,6 +161,31 @@ def test_counting_does_not_change_a_bit():
     with count_flops():
         counted = gradients()
     assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
+
+
+def test_trial_on_fake_tensors_inside_a_real_step_is_not_counted():
+    # DTensor tries every new operation at its global shape so, before the first real one.
+    x = torch.randn(5, 8)
+    with count_flops() as count:
+        with FakeTensorMode():
+            torch.randn(20, 8) @ torch.randn(8, 8)
+        x @ x.T
+    assert count.model == 2 * 5 * 8 * 5
+
+
+def test_dry_run_on_fake_tensors_is_counted():
+    with FakeTensorMode(), count_flops() as count:
+        nn.Linear(8, 16)(torch.randn(5, 8)).sum().backward()
+    assert count.model == 4 * 5 * 8 * 16
+
+
+def test_operation_called_as_no_formula_knows_is_named_and_does_not_stop_the_step():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(flops._FORMULAS, torch.ops.aten.mm, lambda a, *, out_val: 1)
+        with count_flops() as count:
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.sum() == 8
+    assert count.uncounted == {"aten.mm"}
 
 
 def test_custom_kernel_without_formula_is_named():

@@ -1,0 +1,28 @@
+"""Checkpoints: written whole or not at all, verified to the last bit, without pickle."""
+
+from shoal.checkpoint.export import Exported, export
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.pack import pack, unpack
+from shoal.checkpoint.read import Checkpoint, identity_difference, newest_good, read, read_manifest, verify
+from shoal.checkpoint.shelf import Found, list_checkpoints
+from shoal.checkpoint.write import write
+from shoal.checkpoint.writer import Saved, Writer
+
+__all__ = [
+    "Checkpoint",
+    "Exported",
+    "Found",
+    "Manifest",
+    "Saved",
+    "Writer",
+    "export",
+    "identity_difference",
+    "list_checkpoints",
+    "newest_good",
+    "pack",
+    "read",
+    "read_manifest",
+    "unpack",
+    "verify",
+    "write",
+]

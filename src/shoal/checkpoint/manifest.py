@@ -1,8 +1,9 @@
 """What a checkpoint holds: one JSON file, written last, that covers every byte of all others and of itself.
 
-Each tensor has a global shape and one or more slices, each in some file: a whole tensor is one slice at offset 0,
-a tensor that four ranks hold in parts is four. The checksum in the last line covers all bytes before it, and a reader
-demands the very bytes that a writer would write, so no flipped bit, blank or repeated key goes unseen.
+Each tensor has a global shape and one or more slices, each in some file: a whole tensor is one slice at
+offset 0, a tensor that four ranks hold in parts is four. The checksum in the last line covers all bytes
+before it, and a reader demands the very bytes that a writer would write: no flipped bit, blank or repeated
+key goes unseen.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A box of one tensor, stored in one file under one key; `offset` is its first corner in the global tensor."""
+    """A box of one tensor, under one key of one file; `offset` is its first corner in the global tensor."""
 
     file: str
     key: str
@@ -49,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file beside the manifest; the hash covers its length prefix and header, the slices cover the rest."""
+    """One file beside the manifest; the hash covers length prefix and header, the slices cover the rest."""
 
     num_bytes: int
     header_sha256: str
@@ -76,7 +77,9 @@ class Manifest:
     def _fields(self) -> Iterator[tuple[str, Any]]:
         tensors, job = pack(self.job)
         if tensors:
-            raise CheckpointError(f"the job's identity holds a tensor at {next(iter(tensors))!r}; it holds plain values.")
+            raise CheckpointError(
+                f"the job's identity holds a tensor at {next(iter(tensors))!r}; it holds plain values."
+            )
         yield "kind", _KIND
         yield "format", self.format
         yield "step", self.step
@@ -100,8 +103,6 @@ class Manifest:
         if raw != body + _seal(body):
             raise CheckpointError("is damaged: its bytes do not match its checksum.")
         manifest = _parse(raw)
-        if manifest.to_bytes() != raw:
-            raise CheckpointError("is not in the form that shoal writes (blanks, order or repeated keys).")
         _check(manifest)
         return manifest
 
@@ -123,21 +124,31 @@ def _parse(raw: bytes) -> Manifest:
         fields = json.loads(raw)
         if fields["format"] != FORMAT:
             raise CheckpointError(
-                f"has format {fields['format']!r}, this version of shoal reads format {FORMAT}: use the one that wrote it."
+                f"has format {fields['format']!r}; this version of shoal reads format {FORMAT}. "
+                "Use the version that wrote it."
             )
-        return Manifest(
+        manifest = Manifest(
             step=_count(fields["step"]),
             layout=_text(fields["layout"]),
-            job=unpack(fields["job"], {}),
+            job=_mapping(unpack(fields["job"], {})),
             versions={name: _text(version) for name, version in fields["versions"].items()},
             files={name: _parse_file(entry) for name, entry in fields["files"].items()},
             tensors={name: _parse_tensor(entry) for name, entry in fields["tensors"].items()},
             skeleton=fields["tree"],
         )
+        if manifest.to_bytes() != raw:
+            raise CheckpointError("is not in the form that shoal writes (blanks, order or repeated keys).")
+        return manifest
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"has a field that cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{str(value)[:40]!r} is no mapping")
+    return value
 
 
 def _parse_file(entry: Mapping[str, Any]) -> FileEntry:
@@ -200,7 +211,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def check_tiling(name: str, entry: TensorEntry) -> None:
-    """Slices cover each element of the tensor exactly once: inside it, pairwise apart, as many elements as it has."""
+    """Slices cover each element once: inside the tensor, pairwise apart, as many elements as it has."""
     held = 0
     for part in entry.slices:
         ends = [offset + size for offset, size in zip(part.offset, part.shape, strict=False)]

@@ -1,8 +1,8 @@
 """A tree of plain values and tensors <-> named tensors and a JSON skeleton, exact in both directions.
 
-The skeleton is JSON. What JSON has itself (null, true, numbers, strings, lists) stands for itself; all else is an
-object with one tag: `dict`, `pairs`, `ordered`, `counter`, `tuple`, `size`, `bytes`, `int`, `float`, `str`, `tensor`.
-Nothing is ever imported or called by name when a skeleton is read: that is why no pickle is needed.
+The skeleton is JSON. What JSON has itself (null, true, numbers, strings, lists) stands for itself; all else
+is an object with one tag: `dict`, `pairs`, `ordered`, `counter`, `tuple`, `size`, `bytes`, `int`, `float`,
+`str`, `tensor`. Nothing is ever imported or called by name when a skeleton is read, unlike a pickle.
 """
 
 import base64
@@ -32,8 +32,8 @@ _HEX = re.compile(r"-?0x[0-9a-f]+")
 def pack(tree: object) -> tuple[dict[str, Tensor], Skeleton]:
     """Split a tree into named tensors and a JSON skeleton that says where they go.
 
-    A tensor is named by its path (`optimizer.state.blocks.0.weight.exp_avg`). Tensors are not copied, only detached;
-    two that are the same memory get one name. A parameter comes back as a plain tensor, without device.
+    A tensor is named by its path (`optimizer.state.blocks.0.weight.exp_avg`). Tensors are not copied, only
+    detached; two that are the same memory get one name. A parameter comes back as a plain tensor on the CPU.
 
     Raises:
         CheckpointError: a value that cannot be stored, with its path in the tree.
@@ -62,6 +62,8 @@ class _Packer:
             raise CheckpointError(f"{path[:80]}...: nested more than {_MAX_DEPTH} deep, or containing itself.")
         if isinstance(value, np.ndarray | np.generic):
             return self._encode_numpy(value, path)
+        if isinstance(value, Tensor):
+            return self.encode_tensor(value, path)
         encoder = _ENCODERS.get(type(value))
         if encoder is None:
             raise CheckpointError(f"{path or 'the state'}: {_describe(value)} cannot be stored. {_STORABLE}")
@@ -73,7 +75,9 @@ class _Packer:
     def encode_pairs(self, mapping: Mapping[Any, object], path: str, depth: int) -> Iterator[list[Skeleton]]:
         for key, value in mapping.items():
             if type(key) not in (str, int):
-                raise CheckpointError(f"{path or 'the state'}: the key {key!r} is {_describe(key)}; keys are str or int.")
+                raise CheckpointError(
+                    f"{path or 'the state'}: the key {key!r} is {_describe(key)}; keys are str or int."
+                )
             yield [self.encode(key, path, depth + 1), self.encode(value, _join(path, key), depth + 1)]
 
     def encode_tensor(self, tensor: Tensor, path: str, *, numpy: str | None = None) -> Skeleton:
@@ -189,8 +193,6 @@ _ENCODERS: dict[type, Callable[[_Packer, Any, str, int], Skeleton]] = {
     OrderedDict: lambda packer, value, path, depth: {"ordered": list(packer.encode_pairs(value, path, depth))},
     # MultiStepLR keeps its milestones in a Counter and calls elements() on it.
     Counter: lambda packer, value, path, depth: {"counter": list(packer.encode_pairs(value, path, depth))},
-    Tensor: lambda packer, value, path, depth: packer.encode_tensor(value, path),
-    nn.Parameter: lambda packer, value, path, depth: packer.encode_tensor(value, path),
 }
 
 
@@ -207,7 +209,7 @@ def _decode(node: Skeleton, tensors: Mapping[str, Tensor], depth: int) -> Any:
         raise CheckpointError(f"the skeleton holds {str(node)[:80]!r}, which is no known value.")
     try:
         return decoder(node, tensors, depth)
-    except (TypeError, ValueError, KeyError, AttributeError, struct.error) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, struct.error) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"the skeleton holds a broken {tag!r}: {str(node)[:80]!r}.") from error

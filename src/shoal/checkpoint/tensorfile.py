@@ -1,9 +1,9 @@
-"""The safetensors format, as far as we need it: 8 bytes of header length, a JSON header, the bytes of the tensors.
+"""The safetensors format, as far as we need it: a length, a JSON header, the bytes of the tensors.
 
-    | u64 length | {"name": {"dtype": "F32", "shape": [..], "data_offsets": [start, stop]}, ..} | data ...... |
+    | u64 length | {"name": {"dtype": "F32", "shape": [..], "data_offsets": [start, stop]}, ..} | data ... |
 
-We write and check it ourselves, since every byte must be covered by a checksum and the snapshot of a training state
-is laid out in memory just as in the file: one copy, one hash, one write. Plain safetensors loads the result.
+We write and check it ourselves, since every byte must be covered by a checksum and the snapshot of a training
+state is laid out in memory just as in the file: one copy, one hash, one write. Plain safetensors loads it.
 Source: https://github.com/huggingface/safetensors (format).
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,4 +127,5 @@ def host_view(data: Tensor, span: Span) -> Tensor:
 
 def memory_of(data: Tensor) -> memoryview:
     """The bytes of a flat uint8 tensor on the host, without a copy."""
-    return memoryview(data.numpy())
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = data.numpy()
+    return array.data

@@ -14,14 +14,12 @@ def per_device(amount: float, num_devices: int) -> float:
     return amount / num_devices
 
 
-def mfu(
-    model_flops: float, seconds: float, num_devices: int, peak_flops_per_device: float | None
-) -> float | None:
+def mfu(model_flops: float, seconds: float, num_devices: int, peak_flops_per_device: float | None) -> float | None:
     """Model FLOPs utilisation of the step, a share of 1; None where the peak is unknown.
 
-    Numerator: FLOPs that the model of the job needs in the **optimizer step**, all micro-batches and all ranks
-    together, forward and backward, without recomputation (FLOP). Denominator: wall time of that same step (s) x
-    devices of the world x dense peak of one device in the precision of the compute (FLOP/s).
+    Numerator: FLOPs that the model of the job needs in the **optimizer step**, all micro-batches and all
+    ranks together, forward and backward, without recomputation (FLOP). Denominator: wall time of that same
+    step (s) x devices of the world x dense peak of one device in the precision of the compute (FLOP/s).
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
@@ -30,9 +28,7 @@ def mfu(
     return model_flops / (seconds * num_devices * peak_flops_per_device)
 
 
-def hfu(
-    hardware_flops: float, seconds: float, num_devices: int, peak_flops_per_device: float | None
-) -> float | None:
+def hfu(hardware_flops: float, seconds: float, num_devices: int, peak_flops_per_device: float | None) -> float | None:
     """Hardware FLOPs utilisation: as `mfu`, with the recomputed FLOPs in the numerator too."""
     return mfu(hardware_flops, seconds, num_devices, peak_flops_per_device)
 

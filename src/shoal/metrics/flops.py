@@ -1,7 +1,7 @@
 """FLOPs that really ran, counted on the user's own module while one step of it runs.
 
-The mode sees every operation below autograd, so the backward pass and any module are counted without hooks, and
-it runs each operation as it is: numbers do not change.
+The mode sees every operation below autograd, so the backward pass and any module are counted without hooks,
+and it runs each operation as it is: numbers do not change.
 """
 
 import sys
@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 CONVENTION = (
-    "model FLOPs of the optimizer step, forward and backward, all micro-batches: 2 per multiply-add of matrix "
-    "products, convolutions, attention and recurrent layers; causal attention counted in full; recomputation, "
-    "pointwise operations and the optimizer not counted"
+    "model FLOPs of the optimizer step, forward and backward, all micro-batches: 2 per multiply-add of "
+    "matrix products, convolutions, attention and recurrent layers; causal attention counted in full; "
+    "recomputation, pointwise operations and the optimizer not counted"
 )
 
 Formula = Callable[..., int]
@@ -61,7 +61,7 @@ def count_flops() -> Iterator[FlopCount]:
         yield count
 
 
-class _FlopMode(TorchDispatchMode):
+class _FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook has no types
     supports_higher_order_operators = True
 
     @classmethod
@@ -73,18 +73,20 @@ class _FlopMode(TorchDispatchMode):
         return True  # or a compiled region refuses to run here
 
     def __init__(self, count: FlopCount) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
         self._count = count
         self._is_dry = _makes_fake_tensors()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Wrappers (DTensor, nested tensors) carry logical sizes; they unwrap to the local operation, seen next.
+        # Wrappers (DTensor, nested tensors) carry logical sizes; they unwrap to the local operation.
         if any(_unwraps(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         if _packet(func) in _COMPOSITES:
             with self:
-                return func.decompose(*args, **kwargs)
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         formula = _FORMULAS.get(_packet(func))
         out = func(*args, **kwargs)
         if _is_fake(out) and not self._is_dry:
@@ -117,7 +119,17 @@ _COMPOSITES = {
 }  # fmt: skip
 
 # torch's own operations without a formula are pointwise or move data; a custom kernel may be anything.
-_SILENT_NAMESPACES = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "inductor", "higher_order"}
+_SILENT_NAMESPACES = {
+    "aten",
+    "prim",
+    "prims",
+    "c10d",
+    "_c10d_functional",
+    "fsdp",
+    "profiler",
+    "inductor",
+    "higher_order",
+}
 
 
 def _packet(func: Any) -> Any:
@@ -200,16 +212,16 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, *
     """Once the forward for each gradient asked for, groups respected (torch's formula multiplies by them)."""
     transposed, (for_input, for_weight, _bias) = rest[4], rest[7]
     positions = prod((x if transposed else grad).shape[2:]) * x.shape[0]
-    return 2 * positions * weight.numel() * (for_input + for_weight)
+    return 2 * positions * weight.numel() * (int(for_input) + int(for_weight))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     """Queries by keys, then scores by values; heads of keys and values may be fewer (grouped queries)."""
-    return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    return 2 * prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
 def _attention_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> int:
-    """Four products: the fifth that torch's formula adds forms the scores again, which the model does not need."""
+    """Four products; the fifth of torch's formula forms the scores again, which the model does not need."""
     return 2 * _attention(q, k, v)
 
 

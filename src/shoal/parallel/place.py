@@ -31,9 +31,7 @@ class Placement:
         return self.replica.accumulate() if self.replica else contextlib.nullcontext()
 
 
-def place(
-    model: nn.Module, world: World, *, batch_norm: Literal["global", "local"] = "global"
-) -> nn.Module:
+def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "local"] = "global") -> nn.Module:
     """Spread a model over a world; it stays the same module, with the same parameter names.
 
     After it, `loss.backward()` leaves the mean over the data ranks of each rank's gradient in `.grad`.

@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import torch
 from shoal.errors import JobError
 from shoal.world import World
 
@@ -59,12 +59,12 @@ class Replica:
         if self._ddp is None:
             return None
         self._ddp.require_backward_grad_sync = self._syncing
-        return self._ddp._pre_forward(*args, **kwargs)  # type: ignore[no-any-return]
+        return self._ddp._pre_forward(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._trains() or self._ddp is None:
             return output
-        return self._ddp._post_forward(output)
+        return self._ddp._post_forward(output)  # type: ignore[no-untyped-call]
 
     def _trains(self) -> bool:
         # Evaluation, and a look at gradients on one rank alone, must never wait for the others.

@@ -1,0 +1,59 @@
+"""The state of a training at one moment, copied to host memory so that training may go on."""
+
+import errno
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.pack import Skeleton, pack
+from shoal.checkpoint.tensorfile import Span, host_view, num_data_bytes, plan_file
+from shoal.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Image:
+    """A state at one moment: plain values as JSON, tensors as the data part of the file to be."""
+
+    skeleton: Skeleton
+    spans: dict[str, Span]
+    data: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensors need on the disk."""
+        return num_data_bytes(self.spans)
+
+
+class HostBuffer:
+    """Host memory for one image, kept between saves: fresh pages cost more than the copy itself."""
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, tree: object) -> Image:
+        """Copy a state; the image holds until the next one is taken, the state may change at once.
+
+        Raises:
+            CheckpointError: a value that cannot be stored.
+            OSError: no host memory for the copy.
+        """
+        tensors, skeleton = pack(tree)
+        spans = plan_file(tensors)
+        self._reserve(num_data_bytes(spans), pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        with torch.no_grad():
+            for name, span in spans.items():
+                host_view(self._data, span).copy_(tensors[name], non_blocking=tensors[name].is_cuda)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return Image(skeleton, spans, self._data[: num_data_bytes(spans)])
+
+    def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
+        if self._data.numel() >= num_bytes and self._data.is_pinned() == pinned:
+            return
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
+        try:
+            self._data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        except (RuntimeError, MemoryError) as error:
+            text = f"no host memory for a copy of the state ({show_bytes(num_bytes)})"
+            raise OSError(errno.ENOMEM, text) from error

@@ -1,0 +1,190 @@
+"""The command line: parse, import one verb, call it. Nothing heavy is imported before a verb runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from shoal import __version__
+from shoal.errors import ShoalError
+from shoal.world import environment, before_torch
+
+USAGE = 2  # a person's mistake: the message says what to do
+INTERRUPTED = 130  # Ctrl-C
+
+app = typer.Typer(
+    help="Train any PyTorch module on many devices as if it were one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+checkpoint = typer.Typer(help="Look at checkpoints, and hand their weights to plain PyTorch.", no_args_is_help=True)
+app.add_typer(checkpoint, name="checkpoint")
+
+JobName = Annotated[
+    str, typer.Argument(metavar="JOB", help="digits, gpt, jobs/mine.py, jobs/mine.py:Mine, module:Mine")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command()
+def train(
+    job: JobName,
+    layout: Annotated[str | None, typer.Option(help="Where it runs: lone, dp2, dp4:micro=2,workers=2")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: lr=3e-4 (repeatable).")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with these settings and a table [set].")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, over the job's own.")] = None,
+    run: Annotated[str | None, typer.Option(help="The run's folder; by default runs/JOB.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, never, or the folder of another run.")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; there is always one at the end.")
+    ] = None,
+    log_every: Annotated[int | None, typer.Option(help="Steps between logged ones; 1 in short runs.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default what there is.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads per process; by default cores / processes.")] = None,
+    timeout_min: Annotated[float | None, typer.Option(help="Minutes that a collective may take.")] = None,
+    nproc_per_node: Annotated[int | None, typer.Option(help="Processes to start on this machine.")] = None,
+    tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a job in a layout."""
+    flags: dict[str, Any] = {
+        "layout": layout,
+        "set": set_,
+        "steps": steps,
+        "run": run,
+        "resume": resume,
+        "save_every": save_every,
+        "log_every": log_every,
+        "keep": keep,
+        "device": device,
+        "threads": threads,
+        "timeout_min": timeout_min,
+        "nproc_per_node": nproc_per_node,
+        "tensorboard": tensorboard,
+    }
+    from shoal.settings import TrainSettings, resolve
+    from shoal.verbs.train import command
+
+    settings = resolve(TrainSettings, config=config, environment=environment("SHOAL_"), flags=flags)
+    done = command(job, settings, quiet=as_json)
+    if as_json and done.speaks:
+        _print_json({"exit_code": done.exit_code, "folder": str(done.folder), "figures": done.figures})
+    raise typer.Exit(done.exit_code)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[str, typer.Argument(help="A Python script, or a module with -m.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    nproc_per_node: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 1,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m.")] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="One file per process goes here.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads per process; by default cores / processes.")] = None,
+) -> None:
+    """Start any plain distributed script, unchanged, on this machine."""
+    from shoal.verbs.launch import command
+
+    raise typer.Exit(command(script, args or [], nproc_per_node, module=module, log_dir=log_dir, threads=threads))
+
+
+@app.command("test")
+def self_test(as_json: Json = False) -> None:
+    """Test this machine in half a minute: start, collectives, the same training in dp2 as in one process."""
+    from shoal.verbs.selftest import command
+
+    report = command(quiet=as_json)
+    if as_json:
+        _print_json(report.as_dict())
+    raise typer.Exit(report.exit_code)
+
+
+@checkpoint.command("export")
+def checkpoint_export(
+    source: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint of it.")],
+    to: Annotated[Path, typer.Option("--to", help="model.safetensors or model.pt")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the model's weights for plain PyTorch, under the keys of its own state_dict()."""
+    from shoal.verbs.checkpoint import export
+
+    result = export(source, to, force=force)
+    _print_json(result) if as_json else typer.echo(result["text"])
+
+
+@checkpoint.command("ls")
+def checkpoint_ls(
+    source: Annotated[Path, typer.Argument(help="A run's folder.")],
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run, each verified to the last byte."""
+    from shoal.verbs.checkpoint import listing
+
+    rows = listing(source)
+    if as_json:
+        _print_json(rows)
+    else:
+        for row in rows:
+            typer.echo(f"{row['step']:>8}  {row['size']:>10}  {row['state']}  {row['path']}")
+    raise typer.Exit(0 if rows and all(row["state"] == "good" for row in rows) else 1)
+
+
+def _print_json(result: Any) -> None:
+    typer.echo(json.dumps(result, default=str))
+
+
+def _normal(arguments: list[str]) -> list[str]:
+    """Spell flags with dashes, as torchrun accepts both; what follows a script belongs to the script."""
+    words: list[str] = []
+    for index, word in enumerate(arguments):
+        if word == "--":
+            return words + arguments[index:]
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        words.append(word)
+        if words[0] == "launch" and index and not word.startswith("-") and _ends_options(words):
+            return words + arguments[index + 1 :]
+    return words
+
+
+def _ends_options(words: list[str]) -> bool:
+    """Whether the last word of a `launch` line is the script, not the value of the flag before it."""
+    before = words[-2]
+    takes_value = before.startswith("--") and "=" not in before and before != "--module"
+    return not takes_value
+
+
+def main() -> NoReturn:
+    """Run the command line; exit 0 done, 1 failed, 2 a mistake that the message explains, 130 Ctrl-C, 143 SIGTERM."""
+    before_torch()
+    arguments = _normal(sys.argv[1:])
+    if any(word.partition("=")[0] == "--seed" for word in arguments) and arguments[:1] == ["train"]:
+        _fail("--seed is no flag: the seed changes what is computed, so it is a value of the job: --set seed=1")
+    try:
+        app(arguments, prog_name="shoal")
+    except ShoalError as error:
+        _fail(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        sys.exit(INTERRUPTED)
+    sys.exit(0)
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(message + "\n")
+    sys.exit(USAGE)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"shoal {__version__}")
+        raise typer.Exit()

@@ -1,0 +1,207 @@
+"""What a run tells: every step is timed, logged ones are read, reduced over ranks, written and shown by rank 0."""
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.data import RankBatch
+from shoal.job import Job
+from shoal.metrics.clock import StepClock
+from shoal.metrics.curve import can_draw_braille, draw_curve
+from shoal.metrics.definitions import mfu
+from shoal.metrics.events import EventWriter, read_events
+from shoal.metrics.flops import CONVENTION, FlopCount, count_flops
+from shoal.metrics.memory import peak_memory_gib
+from shoal.metrics.peak import Peak, device_peak
+from shoal.metrics.progress import Progress
+from shoal.metrics.reduce import combine
+from shoal.metrics.utilisation import open_meter
+from shoal.step import StepResult
+from shoal.units import show_count
+from shoal.world import World
+
+_RANK_KEYS = (
+    "perf/step_time_s",
+    "perf/samples_per_s",
+    "perf/data_wait",
+    "perf/data_wait_mean",
+    "perf/device_utilisation",
+    "perf/model_flops",
+    "mem/peak_gib",
+)
+
+
+class Recorder:
+    """Measures and tells. Its methods are called on every rank; rank 0 alone writes and speaks.
+
+    Args:
+        folder: where metrics.jsonl goes; None writes none.
+        log_every: steps between logged ones; by default 1 up to 100 steps, then 10.
+        tokens: the loss counts tokens, so that its count is a throughput of tokens.
+        quiet: say nothing at all (tests, benchmarks).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        *,
+        folder: Path | None = None,
+        log_every: int | None = None,
+        tokens: bool = False,
+        tensorboard: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self._job, self._world, self._folder = job, world, folder
+        self._log_every = log_every or (1 if job.steps <= 100 else 10)
+        self._tokens, self._tensorboard = tokens, tensorboard
+        self._speaks = world.rank == 0 and not quiet
+        self._clock = StepClock()
+        self._meter = open_meter(world.device, torch.get_num_threads())
+        self._flops: FlopCount | None = None
+        self._flops_per_sample = 0.0
+        self._num_global = 0
+        self._peak: Peak | None = None
+        self._counted = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._first: int | None = None  # the first step of this process
+        self._early: list[str] = []  # what is said before the display exists
+        self._progress: Progress | None = None
+        self._closed = False
+        self._events: EventWriter | None = None
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a step was taken since the start of this process."""
+        return self._flops is not None
+
+    def start(self, step: int) -> None:
+        """Begin at a step: 0, or that of the checkpoint; later lines of metrics.jsonl are cut."""
+        if self._world.rank == 0 and self._folder is not None:
+            self._events = EventWriter(
+                self._folder / "metrics.jsonl", resume_step=step or None, tensorboard=self._tensorboard
+            )
+        if self._speaks:
+            self._progress = Progress(self._job.steps, start_step=step)
+            for text in self._early:
+                self._progress.note(text)
+
+    def waiting_for_data(self) -> contextlib.AbstractContextManager[None]:
+        """Around fetching the next batch."""
+        return self._clock.waiting()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Around work that belongs to no step."""
+        return self._clock.paused()
+
+    @contextlib.contextmanager
+    def step(self, batch: RankBatch) -> Iterator[None]:
+        """Around one step; the first one is counted in FLOPs."""
+        if self._flops is None:
+            with count_flops() as self._flops:
+                yield
+            self._num_global = batch.num_global
+        else:
+            yield
+        self._clock.end_step(samples=batch.num_samples)
+
+    def log(self, result: StepResult) -> None:
+        """Take a step's result; read, reduce, write and show it where it is due."""
+        self._counted += result.count
+        first = self._first is None
+        self._first = result.step if self._first is None else self._first
+        ends = result.step >= self._job.steps or result.stop
+        if not (first or ends or result.step % self._log_every == 0):
+            return
+        values = self._figures(result)
+        if self._events is not None:
+            self._events.write(result.step, values)
+        if self._progress is not None:
+            self._progress.update(result.step, values)
+        if first and not ends:
+            self._find_peak()
+
+    def _figures(self, result: StepResult) -> dict[str, float | None]:
+        interval = self._clock.take()
+        assert self._flops is not None
+        own = {
+            "perf/step_time_s": interval.step_time_s,
+            "perf/samples_per_s": interval.per_second(interval.samples),
+            "perf/data_wait": interval.data_wait,
+            "perf/data_wait_mean": interval.data_wait,
+            "perf/device_utilisation": self._meter.read(),
+            "perf/model_flops": float(self._flops.model),
+            "mem/peak_gib": peak_memory_gib(self._world.device),
+        }
+        rows = self._world.gather_floats([math.nan if own[key] is None else own[key] for key in _RANK_KEYS])  # type: ignore[misc]
+        named = [{k: None if math.isnan(v) else v for k, v in zip(_RANK_KEYS, row, strict=True)} for row in rows]
+        mesh = self._world.mesh
+        values = combine(named, [mesh.data_rank(rank) for rank in range(len(rows))])
+        flops_per_sample = (values.pop("perf/model_flops") or 0.0) / max(self._num_global, 1)
+        counted, self._counted = float(self._counted), torch.zeros_like(self._counted)
+        if self._tokens:
+            values["perf/tokens_per_s"] = interval.per_second(counted)
+        values["perf/model_flops_per_s"] = rate = flops_per_sample * (values["perf/samples_per_s"] or 0.0)
+        peak = self._peak.flops if self._peak else None
+        values["perf/mfu"] = mfu(rate, 1.0, self._world.size, peak)
+        return {
+            "train/loss": float(result.loss),
+            "train/grad_norm": float(result.grad_norm),
+            "train/lr": result.lr,
+            **values,
+        }
+
+    def _find_peak(self) -> None:
+        """Once, after the first step: all ranks probe at the same time, as they will compute at the same time."""
+        assert self._flops is not None
+        with self._clock.paused():
+            self._peak = device_peak(self._world.device, self._job.precision)
+        if not self._flops.model:
+            return
+        peak = str(self._peak) if self._peak else "n/a (unknown device)"
+        total = sum(row[0] for row in self._world.gather_floats([float(self._flops.model)]))
+        self.note(f"flops   {show_count(total)}FLOP per step; {CONVENTION}")
+        self.note(f"mfu     against {self._world.size} x {peak}")
+        if self._flops.uncounted:
+            self.note(f"flops   not counted, no formula: {', '.join(sorted(self._flops.uncounted)[:5])}")
+
+    def log_evaluation(self, step: int, figures: Mapping[str, Tensor]) -> None:
+        """Write and show what an evaluation found; only numbers, a table of counts stays with the caller."""
+        values = {f"eval/{name}": float(figure) for name, figure in figures.items() if figure.numel() == 1}
+        if self._events is not None:
+            self._events.write(step, values)
+        if values:
+            self.note("eval    " + "  ".join(f"{n.removeprefix('eval/')} {v:.4g}" for n, v in values.items()))
+
+    def note(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self._progress is not None:
+            self._progress.note(text)
+        elif self._speaks and not self._closed:
+            self._early.append(text)
+        elif self._speaks:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    def picture(self) -> None:
+        """The loss of the whole run as a small picture."""
+        if not self._speaks or self._folder is None:
+            return
+        events = read_events(self._folder / "metrics.jsonl")
+        points = [(e["step"], e["train/loss"]) for e in events if "train/loss" in e]
+        plain = not can_draw_braille(sys.stdout.encoding)
+        if len(points) > 1:
+            self.note(draw_curve([float(x or 0) for x, _ in points], [y for _, y in points], plain=plain))
+
+    def close(self) -> None:
+        """End the display and the files."""
+        self._closed = True
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if self._events is not None:
+            self._events.close()

@@ -1,0 +1,88 @@
+"""Loader workers live as long as the process that reads from them, and no longer."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from itertools import islice
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+from torch.utils.data import Dataset
+
+from shoal.data import share
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="Linux ends orphans by a signal")
+
+LONG_S = 600
+
+
+class Pids(Dataset[int]):
+    """Tells who reads; from sample 8 on a reader hangs, as on a dead file server."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 8:
+            time.sleep(LONG_S)
+        return os.getpid()
+
+
+def read_until_killed(told: Connection) -> None:
+    batches = share(Pids(), None, batch_size=2, shuffle=False, num_workers=2).batches()
+    told.send([next(batches).micro[0][0].item() for _ in range(4)])
+    time.sleep(LONG_S)
+
+
+def test_workers_inside_the_dataset_end_when_their_parent_is_killed() -> None:
+    """D093: SIGKILL leaves the parent no time to end them."""
+    context = multiprocessing.get_context("fork")
+    hears, tells = context.Pipe(duplex=False)
+    parent = context.Process(target=read_until_killed, args=(tells,), daemon=True)
+    parent.start()
+    assert hears.poll(30)
+    workers = [psutil.Process(pid) for pid in set(hears.recv())]
+    assert len(workers) == 2
+    parent.kill()
+    parent.join()
+    _, alive = psutil.wait_procs(workers, timeout=3)
+    assert alive == []
+
+
+def test_workers_answer_to_their_parent_alone() -> None:
+    """Ctrl-C, and a SIGTERM from the scheduler to the whole job, leave time to save a checkpoint."""
+    batches = share(Pids(), None, batch_size=2, shuffle=False, num_workers=2, epochs=1).batches()
+    pids = {batch.micro[0][0].item() for batch in islice(batches, 2)}
+    assert len(pids) == 2
+    for name in ("INT", "TERM"):
+        subprocess.run(["kill", f"-{name}", *map(str, pids)], check=True)
+    assert [batch.micro[0][0].item() in pids for batch in islice(batches, 2)] == [True, True]
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    # Killed by their parent the workers are gone, which the loader reports when it is asked for more.
+    with pytest.raises(RuntimeError, match="worker"):
+        next(batches)
+
+
+def test_workers_end_with_the_iterator() -> None:
+    batches = share(list(range(100)), None, batch_size=2, num_workers=2).batches()
+    next(batches)
+    workers = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+    assert len(workers) == 2
+    batches.close()
+    _, alive = psutil.wait_procs(workers, timeout=3)
+    assert alive == []
+
+
+def test_one_set_of_workers_serves_all_epochs() -> None:
+    batches = share(_FirstEight(), None, batch_size=4, num_workers=2).batches()
+    pids = {batch.micro[0][0].item() for batch in islice(batches, 10)}
+    assert len(pids) == 2
+
+
+class _FirstEight(Pids):
+    def __len__(self) -> int:
+        return 8
