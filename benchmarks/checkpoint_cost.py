@@ -4,10 +4,12 @@
     python benchmarks/checkpoint_cost.py --million-params 5 --rounds 3
 
 Three loops take turns, round by round: without saves, with `torch.save` (which syncs nothing to the disk and checks
-nothing), with shoal's writer. Each round's loop ends when its last save is finished. Medians over the rounds.
+nothing), with shoal's writer. Both keep the newest two files. `tail` is what the writer's thread still had to do when
+the loop had ended. Medians over the rounds.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -43,7 +45,7 @@ class Loop:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def run(self, steps, every, save):
-        """Seconds the loop stood still for saves, and seconds from its start to the end of all its steps."""
+        """Seconds the loop stood still for saves, seconds of the whole loop, seconds after it."""
         blocked_s, started = 0.0, time.perf_counter()
         for step in range(1, steps + 1):
             self.step()
@@ -51,16 +53,19 @@ class Loop:
                 before = time.perf_counter()
                 save(step)
                 blocked_s += time.perf_counter() - before
-        return blocked_s, time.perf_counter() - started
+        return blocked_s, time.perf_counter() - started, 0.0
 
 
 def measure(args, folder):
     loop = Loop(args.million_params, args.batch)
+    counter = itertools.count()
     rows = {"no save": [], "torch.save": [], "shoal": []}
     with Writer(folder / "shoal", keep=2) as writer:
 
         def with_torch(step):
-            torch.save(loop.state(), folder / f"torch_{step % 2}.pt")
+            number = next(counter)
+            torch.save(loop.state(), folder / f"{number}.pt")
+            (folder / f"{number - 2}.pt").unlink(missing_ok=True)
 
         def with_shoal(step):
             offset = 1000 * len(rows["shoal"])
@@ -69,10 +74,10 @@ def measure(args, folder):
         for number in range(args.rounds + 1):
             rows["no save"].append(loop.run(args.steps, args.every, None))
             rows["torch.save"].append(loop.run(args.steps, args.every, with_torch))
-            blocked_s, total_s = loop.run(args.steps, args.every, with_shoal)
+            blocked_s, total_s, _ = loop.run(args.steps, args.every, with_shoal)
             before = time.perf_counter()
             writer.wait()
-            rows["shoal"].append((blocked_s, total_s + time.perf_counter() - before))
+            rows["shoal"].append((blocked_s, total_s, time.perf_counter() - before))
             if number == 0:  # warm-up: files, pages, caches
                 rows = {name: [] for name in rows}
         saved = writer.saved[-1]
@@ -85,11 +90,11 @@ def report(args, rows, saved):
     plain_s = medians["no save"][1]
     result = {"state_bytes": saved.num_bytes, "saves_per_loop": num_saves, "threads": torch.get_num_threads()}
     print(f"{saved.num_bytes / 2**20:.0f} MiB a save, {num_saves} saves in {args.steps} steps, {args.rounds} rounds")
-    print(f"{'loop':12} {'stood still, s a save':>22} {'whole loop, s':>14} {'added, s a save':>16}")
-    for name, (blocked_s, total_s) in medians.items():
-        added_s = (total_s - plain_s) / num_saves
-        result[name] = {"blocked_s": blocked_s / num_saves, "loop_s": total_s, "added_s": added_s}
-        print(f"{name:12} {blocked_s / num_saves:22.3f} {total_s:14.2f} {added_s:16.3f}")
+    print(f"{'loop':12} {'stood still, s/save':>20} {'loop, s':>9} {'added, s/save':>14} {'tail, s':>8}")
+    for name, (blocked_s, loop_s, tail_s) in medians.items():
+        blocked_s, added_s = blocked_s / num_saves, (loop_s - plain_s) / num_saves
+        result[name] = {"blocked_s": blocked_s, "loop_s": loop_s, "added_s": added_s, "tail_s": tail_s}
+        print(f"{name:12} {blocked_s:20.3f} {loop_s:9.2f} {added_s:14.3f} {tail_s:8.2f}")
     for key in ("blocked_s", "added_s"):
         result[f"ratio_{key}"] = result["shoal"][key] / result["torch.save"][key]
     print(f"shoal / torch.save: stood still {result['ratio_blocked_s']:.2f}, added {result['ratio_added_s']:.2f}")

@@ -56,8 +56,7 @@ def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limi
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
         ranks = [
-            fork.Process(target=_be_rank, args=(fn, rank, num_ranks, folder, time_limit_s), daemon=True)
-            for rank in range(num_ranks)
+            fork.Process(target=_be_rank, args=(fn, rank, num_ranks, folder, time_limit_s)) for rank in range(num_ranks)
         ]
         try:
             for process in ranks:

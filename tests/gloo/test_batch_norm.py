@@ -31,9 +31,7 @@ class Trace:
 
 def batches(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [
-        3 + 5 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(STEPS)
-    ]
+    return [3 + 5 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(STEPS)]
 
 
 def train(model: nn.Module, xs: list[Tensor], weights: list[Tensor]) -> Trace:
@@ -379,9 +377,7 @@ def test_what_cannot_see_the_global_batch_is_refused_by_name(make, reason):
         run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(3), Own(3), nn.SyncBatchNorm(3)], ids=["plain", "own", "sync"]
-)
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), Own(3), nn.SyncBatchNorm(3)], ids=["plain", "own", "sync"])
 def test_a_world_of_one_is_bit_equal_to_torch(norm):
     xs = batches((8, 3), torch.float32)
     lone = train(copy.deepcopy(norm), xs, xs)

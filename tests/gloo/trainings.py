@@ -51,8 +51,6 @@ def record(
 def walk(run: Run, on_step: Callable[[Run], None] | None = None) -> Record:
     """Every step of a run, recorded."""
     seen = Record()
-    say = run.recorder.note
-    run.recorder.note = lambda text: (seen.notes.append(text), say(text))  # type: ignore[method-assign]
     try:
         for step in run.steps():
             if on_step is not None:
@@ -70,6 +68,7 @@ def walk(run: Run, on_step: Callable[[Run], None] | None = None) -> Record:
         seen.state = {name: tensor.detach().clone() for name, tensor in run.model.state_dict().items()}
     finally:
         run.close()
+    seen.notes = run.recorder.notes
     return seen
 
 

@@ -13,7 +13,7 @@ from shoal.data.order import mix, sample_order, split_evenly
 
 
 @given(num_samples=st.integers(1, 3000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_epoch_is_a_permutation(num_samples: int, seed: int, epoch: int) -> None:
     order = sample_order(num_samples, seed, epoch, 0, num_samples)
     assert order.dtype == np.int64
@@ -41,7 +41,7 @@ def test_the_middle_of_a_huge_epoch_takes_no_memory() -> None:
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(set(order.tolist())) == 512
-    assert 0 <= order.min() and order.max() < 2**62
+    assert all(0 <= index < 2**62 for index in order.tolist())
     assert peak_bytes < 1_000_000
 
 

@@ -27,25 +27,15 @@ def load(
 
     One loader serves all epochs: workers start once and run ahead over the end of an epoch.
     """
-    loader: DataLoader[Any] = DataLoader(
-        _Parts(reader),
-        batch_size=None,
-        sampler=steps,
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        # Without a generator of its own the loader draws from the stream that feeds dropout.
-        generator=torch.Generator(),
-        worker_init_fn=partial(_start_worker, parent=os.getpid()),
-        # Forking takes milliseconds and any dataset; a fresh interpreter takes the seconds of `import torch`
-        # and only what pickles. Torch keeps the forked worker to one thread, so no thread pool is missed.
-        multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-    )
-    for parts in _iterate(loader):
-        if parts is None:
-            return
-        batch, micro = parts
-        yield replace(batch, micro=tuple(micro))
+    loaded = _start(reader, steps, num_workers, pin_memory)
+    try:
+        for batch, micro in iter(partial(next, loaded, None), None):
+            yield replace(batch, micro=tuple(micro))
+    finally:
+        # Torch ends the workers when its iterator is collected; the traceback of an error keeps it from that.
+        end_workers = getattr(loaded, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
 
 
 class _Parts(Dataset[tuple[RankBatch, list[Any]] | None]):
@@ -59,11 +49,25 @@ class _Parts(Dataset[tuple[RankBatch, list[Any]] | None]):
         return None if batch is None else (replace(batch, micro=()), list(batch.micro))
 
 
-def _iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+def _start(reader: Reader, steps: Iterable[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:
     with warnings.catch_warnings():
-        # The number of workers was asked for, and the reason for forking stands above.
+        # The number of workers is the user's word, and the reason for forking stands below.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        loader: DataLoader[Any] = DataLoader(
+            _Parts(reader),
+            batch_size=None,
+            sampler=steps,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            # Without a generator of its own the loader draws from the stream that feeds dropout.
+            generator=torch.Generator(),
+            worker_init_fn=partial(_start_worker, parent=os.getpid()),
+            # Forking takes milliseconds and any dataset; a fresh interpreter takes the seconds of `import torch`
+            # and only what pickles. Torch keeps the forked worker to one thread, so no thread pool is missed.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+        )
         return iter(loader)
 
 

@@ -69,6 +69,7 @@ class Recorder:
         self._peak: Peak | None = None
         self._counted = torch.zeros((), dtype=torch.float64, device=world.device)
         self._first: int | None = None  # the first step of this process
+        self.notes: list[str] = []  # everything that was said
         self._early: list[str] = []  # what is said before the display exists
         self._progress: Progress | None = None
         self._closed = False
@@ -179,6 +180,7 @@ class Recorder:
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
+        self.notes.append(text)
         if self._progress is not None:
             self._progress.note(text)
         elif self._speaks and not self._closed:

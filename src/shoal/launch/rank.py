@@ -1,0 +1,183 @@
+"""What happens inside one started process: take a seat, do the work, report, end."""
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.launch.outcome import FAILED, INTERRUPTED, MISTAKE
+from shoal.launch.output import Show, log_only, open_output
+from shoal.launch.trace import describe, print_whole
+from shoal.world import Place
+
+Work = Callable[[Place], int | None]
+
+STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write where it is into its log
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What one process is told before it works."""
+
+    place: Place
+    threads: int
+    parent: int  # pid
+    reports: int  # file descriptor that the parent reads
+    log: Path
+    show: Show
+    set_variables: Mapping[str, str] = field(default_factory=dict)
+    drop_variables: tuple[str, ...] = ()
+
+
+def take_forked_seat(seat: Seat, others: tuple[int, ...]) -> None:
+    """Leave the parent behind in a forked process: its group, signals, handlers, threads and files."""
+    os.setsid()
+    die_with(seat.parent)
+    _default_signals()
+    for fd in others:
+        os.close(fd)
+    _own_exit_handlers()
+    gc.freeze()  # what came from the parent stays shared, page by page
+    _set_threads(seat.threads)
+
+
+def run(work: Work, seat: Seat) -> int:
+    """Do the work and report how it ended; the exit code of this process."""
+    for name in seat.drop_variables:
+        os.environ.pop(name, None)
+    os.environ.update(seat.set_variables)
+    log = open_output(seat.log, seat.place.rank, seat.show)
+    faulthandler.enable(file=log, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=log, all_threads=True)
+    code = _work(work, seat, log)
+    _report(seat.reports, {"exit": code, "at": time.monotonic()})
+    return code
+
+
+def _work(work: Work, seat: Seat, log: int) -> int:
+    try:
+        return _code(work(seat.place))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return 0
+        if not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
+        return _failed(end, seat, log, _code(end.code if isinstance(end.code, int) else FAILED))
+    except BaseException as error:  # torch's own CheckpointException is no Exception
+        return _failed(error, seat, log, MISTAKE if isinstance(error, ShoalError) else FAILED)
+
+
+def _code(result: int | None) -> int:
+    code = int(result or 0)
+    return (code & 0xFF) or (FAILED if code else 0)  # 256 would read as 0
+
+
+def _failed(error: BaseException, seat: Seat, log: int, code: int) -> int:
+    at = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log_end = os.fstat(log).st_size
+    fate = {"failed": True, "exit": code, "at": at, "log_end": log_end, "lesson": isinstance(error, ShoalError)}
+    _report(seat.reports, fate | describe(error))
+    if not isinstance(error, SystemExit):
+        with log_only():
+            print_whole(error)
+    return code
+
+
+def _report(fd: int, report: dict[str, Any]) -> None:
+    data = json.dumps(report).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        return  # nobody listens any more: the parent is gone, and so are we in a moment
+
+
+def end_forked() -> None:
+    """What an interpreter does at its end, for what this process started itself."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+
+
+def die_with(parent: int) -> None:
+    """End this process, and what it forks, when the parent ends; also when the parent is killed."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        _ask_kernel(prctl, parent)
+        _ask_for_forks(prctl)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _ask_kernel(prctl: Callable[..., int], parent: int) -> None:
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ask_for_forks(prctl: Callable[..., int]) -> None:
+    """Loader workers of this rank end with it.
+
+    The kernel means the *thread* that forked: a process forked by a passing thread is left alone, since it would
+    be killed when that thread ends.
+    """
+    forking = {"pid": 0}
+
+    def before() -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        forking["pid"] = os.getpid() if is_main else 0
+
+    def after() -> None:
+        if forking["pid"]:
+            _ask_kernel(prctl, forking["pid"])
+
+    os.register_at_fork(before=before, after_in_child=after)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _default_signals() -> None:
+    signal.set_wakeup_fd(-1)  # an event loop of the parent's must not hear of our signals
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _own_exit_handlers() -> None:
+    """Forget what the parent wanted done at its own end; multiprocessing has done the same for its part."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # no public way to forget them
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers anew
+    atexit.register(logging.shutdown)
+
+
+def _set_threads(threads: int) -> None:
+    # OpenMP has read its variable in the parent already; loader workers and libraries will read it here.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)

@@ -1,0 +1,116 @@
+"""A plain distributed script, unchanged: run as `python script.py`, told by environment variables alone."""
+
+import contextlib
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from shoal.errors import LaunchError, nearest
+from shoal.world import Place
+
+# What other launchers say of one process: of no use, and a lie, in the processes that are started here.
+_LEFTOVERS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_ID")
+_LEFTOVER_PREFIXES = (
+    "OMPI_COMM_WORLD_",
+    "PMI_",
+    "PMIX_",
+    "MV2_COMM_WORLD_",
+    "MPI_LOCAL",
+    "SLURM_STEP_",
+    "TORCHELASTIC_",
+)
+LOOPBACK = "127.0.0.1"
+
+
+def leftovers(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables of another launcher that say which process this is."""
+    return tuple(n for n in sorted(environment) if n in _LEFTOVERS or n.startswith(_LEFTOVER_PREFIXES))
+
+
+def ranks_variables(place: Place) -> dict[str, str]:
+    """Which process this is, in the words that libraries look for."""
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+    }
+
+
+def torchrun_variables(place: Place, port: int, run_id: str) -> dict[str, str]:
+    """The environment that torchrun gives on one machine; the store is ours, so no rank opens one."""
+    return ranks_variables(place) | {
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_NAME": "default",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": str(place.size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def check_script(script: Path) -> None:
+    """Refuse a script that is not there.
+
+    Raises:
+        LaunchError: no such file, with the nearest name in its folder.
+    """
+    if script.is_file():
+        return
+    if script.is_dir():
+        raise LaunchError(f"{script} is a folder, not a script. A package is started with -m NAME.")
+    names = [p.name for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    hint = nearest(script.name, names) if names else f" There is no script in {script.parent}."
+    raise LaunchError(f"no script {script}.{hint}")
+
+
+def run_as_main(place: Place, *, target: str, arguments: list[str], is_module: bool) -> None:
+    """Run a script or module as `__main__`, as a process of its own would."""
+    _fresh_seeds()
+    if is_module:
+        sys.argv[:] = [target, *arguments]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = [target, *arguments]
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")
+
+
+def _fresh_seeds() -> None:
+    # A script that seeds nothing expects its ranks to draw different numbers; forked ones would draw the same.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+@contextlib.contextmanager
+def meeting_point() -> Iterator[tuple[int, int, Callable[[], None]]]:
+    """(port, its fd, serve): a port that is ours from now on; `serve` answers on it, for after the fork.
+
+    Nobody else can take the port in between, and no thread of the store's is alive while processes are forked.
+    """
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    store: list[object] = []
+
+    def serve() -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
+
+        fd = listener.detach()
+        store.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
+
+    try:
+        yield port, listener.fileno(), serve
+    finally:
+        store.clear()  # ends the server, which closes its socket
+        listener.close()

@@ -1,0 +1,153 @@
+"""What an error says about the user's own code: the frame, the line, and a traceback that fits on a screen."""
+
+import itertools
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MAX_FRAMES = 10
+MAX_TEXT = 60_000
+_RANK_FILE = str(Path(__file__).with_name("rank.py"))
+
+# What gloo, NCCL and the stores say on a rank whose peer is gone; the cause is elsewhere.
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "connectFullMesh failed",
+    "failed to recv, got 0 bytes",
+    "remote process exited",
+    "NCCL communicator was aborted",
+)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as JSON: type, message, whole and trimmed traceback, the user's innermost frame."""
+    whole = "".join(traceback.format_exception(error))
+    place, line = _syntax_place(error) or _place(_user_frames(error))
+    return {
+        "type": type(error).__name__,
+        "message": _message(error)[:MAX_TEXT],
+        "traceback": whole[-MAX_TEXT:],
+        "excerpt": _excerpt(error),
+        "user_frame": place,
+        "source_line": line,
+    }
+
+
+def is_echo(type_name: str, message: str) -> bool:
+    """Whether an error only says that another rank went away."""
+    return type_name in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError") and any(
+        words in message for words in _ECHOES
+    )
+
+
+def crash_frames(dump: str) -> tuple[str, str, str]:
+    """(excerpt, user frame, its source line) of faulthandler's dump; empty where there is none."""
+    blocks = [_dumped(block) for block in _thread_blocks(dump)]
+    frames = next((b for b in blocks if any(is_users(f.filename) for f in b)), blocks[0] if blocks else [])
+    place, line = _place([f for f in frames if is_users(f.filename)] or frames)
+    return "".join(traceback.StackSummary.from_list(_trim(frames)).format()), place, line
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame is in code of the user's: not the standard library, an installed package, or shoal."""
+    if filename.startswith("<"):
+        return filename in ("<string>", "<stdin>")  # python -c, and a pipe
+    parts = Path(filename).parts
+    return "site-packages" not in parts and "dist-packages" not in parts and not filename.startswith(_foreign())
+
+
+def _foreign() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    own = str(Path(__file__).resolve().parents[1])
+    return tuple(root + os.sep for root in (paths["stdlib"], paths["platstdlib"], own))
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r})"
+    try:
+        return str(error)
+    except Exception as second:  # the message is the user's code too
+        return f"<its message cannot be shown: {type(second).__name__}>"
+
+
+def _syntax_place(error: BaseException) -> tuple[str, str] | None:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{short_path(error.filename)}:{error.lineno}", (error.text or "").strip()
+    return None
+
+
+def _place(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
+    if not frames:
+        return "", ""
+    frame = frames[-1]
+    return f"{short_path(frame.filename)}:{frame.lineno} in {frame.name}", frame.line or ""
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The user's frames of an error; the innermost frame where there is none."""
+    stack = list(traceback.extract_tb(error.__traceback__))
+    return [frame for frame in stack if is_users(frame.filename)] or stack[-1:]
+
+
+def _excerpt(error: BaseException) -> str:
+    parts = []
+    for link in reversed(list(_chain(error))):
+        frames = _trim(list(traceback.extract_tb(link.__traceback__)))
+        name = "".join(traceback.format_exception_only(link))
+        parts.append("".join(traceback.StackSummary.from_list(frames).format()) + name[:2000])
+    return "  which led to\n".join(parts[-3:])
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _trim(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The user's frames and the last one."""
+    kept = [frame for frame in stack[:-1] if is_users(frame.filename)] + stack[-1:]
+    for frame in kept:
+        frame.filename = short_path(frame.filename)
+    return kept if len(kept) <= MAX_FRAMES else kept[:3] + kept[3 - MAX_FRAMES :]
+
+
+def short_path(filename: str) -> str:
+    """A path from here where it lies below here."""
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+
+
+def _thread_blocks(dump: str) -> list[str]:
+    """The dump's threads; the one that crashed first."""
+    parts = re.split(r"^(?=.*\(most recent call first\):)", dump, flags=re.MULTILINE)
+    threads = [part for part in parts if "(most recent call first):" in part.partition("\n")[0]]
+    return sorted(threads, key=lambda part: part.startswith("Thread "))
+
+
+def _dumped(block: str) -> list[traceback.FrameSummary]:
+    found = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', block, flags=re.MULTILINE)
+    # Below the work lie the launcher and, in a forked rank, the parent's own stack.
+    found = list(itertools.takewhile(lambda frame: frame[0] != _RANK_FILE, found))
+    return [
+        traceback.FrameSummary(file, int(line), name, line=linecache.getline(file, int(line)).strip())
+        for file, line, name in reversed(found)
+    ]
+
+
+def print_whole(error: BaseException) -> None:
+    """The traceback as Python prints it, on this rank's own stderr."""
+    sys.stderr.write("".join(traceback.format_exception(error)))

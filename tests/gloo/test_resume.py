@@ -1,0 +1,180 @@
+"""Resume is exact: the steps after it are those of the run that was never interrupted, bit for bit."""
+
+import random
+from dataclasses import dataclass
+
+import jobs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from trainings import Record, assert_same_training, checkpoint_steps, record
+
+from shoal.errors import CheckpointError, ShoalError
+
+STEPS = 10  # of 4 per epoch, so that steps 4 and 8 end an epoch with a ragged batch
+
+
+class Noisy:
+    """Augments with all three global generators."""
+
+    def __init__(self, plain):
+        self._plain = plain
+
+    def __len__(self):
+        return len(self._plain)
+
+    def __getitem__(self, index):
+        inputs, target = self._plain[index]
+        noise = torch.randn(4, dtype=torch.float64) + random.random() + np.random.rand()
+        return inputs + 0.1 * noise, target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(jobs.Adamant):
+    """Everything that has a state: dropout, BatchNorm, AdamW, a schedule, augmentation."""
+
+    steps: int = STEPS
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)
+        )
+
+    def data(self):
+        return Noisy(jobs.points(self.num_samples))
+
+    def evaluation(self):
+        return jobs.points(11)
+
+
+def stop_at(step: int):
+    def stop(run):
+        if run.step == step:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def interrupted(layout: str, step: int, folder) -> None:
+    """Leaves a checkpoint of `step` and a run that died after it."""
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        record(Whole, layout, on_step=stop_at(step), folder=folder, save_every=1)
+
+
+@pytest.mark.parametrize("layout", ["lone", "dp2", "dp2:workers=2"])
+def test_resume_at_every_step_is_bit_equal(layout, tmp_path):
+    whole = record(Whole, layout)
+    for step in range(1, STEPS):
+        folder = tmp_path / f"{step}"
+        interrupted(layout, step, folder)
+        assert checkpoint_steps(folder)[-1] == step
+        resumed = record(Whole, layout, folder=folder, resume="auto")
+        assert_bit_equal(resumed, whole, step)
+
+
+def assert_bit_equal(resumed: list[Record], whole: list[Record], step: int) -> None:
+    for seen, expected in zip(resumed, whole, strict=True):
+        assert seen.losses == expected.losses[step:]
+        assert seen.lrs == expected.lrs[step:]
+        assert seen.state.keys() == expected.state.keys()
+        for name, tensor in seen.state.items():
+            assert torch.equal(tensor, expected.state[name]), name
+        assert {n: float(v) for n, v in seen.evaluation.items() if v.numel() == 1} == {
+            n: float(v) for n, v in expected.evaluation.items() if v.numel() == 1
+        }
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp2", "lone"), ("lone", "dp3"), ("dp4", "dp2:micro=2")])
+def test_another_layout_continues_the_same_training(before, after, tmp_path):
+    """D126: the position is a global one; no sample repeats or vanishes."""
+    (whole,) = record(lambda: jobs.Adamant(steps=STEPS))
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        record(lambda: jobs.Adamant(steps=STEPS), before, on_step=stop_at(6), folder=tmp_path, save_every=6)
+    resumed = record(lambda: jobs.Adamant(steps=STEPS), after, folder=tmp_path / "next", resume=tmp_path)
+    tail = Record(
+        losses=whole.losses[6:],
+        norms=whole.norms[6:],
+        lrs=whole.lrs[6:],
+        grads=whole.grads[6:],
+        state=whole.state,
+        evaluation=whole.evaluation,
+    )
+    assert_same_training(resumed, tail)
+
+
+def test_fp16_resumes_with_its_loss_scale(tmp_path):
+    def job():
+        return Whole(precision="fp16", steps=6)
+
+    class Floats(Whole):
+        def data(self):
+            return [(x.float(), y) for x, y in jobs.points(self.num_samples)]
+
+        def evaluation(self):
+            return None
+
+    def made():
+        return Floats(precision="fp16", steps=6)
+
+    (whole,) = record(made)
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        record(made, on_step=stop_at(3), folder=tmp_path, save_every=3)
+    (resumed,) = record(made, folder=tmp_path, resume="auto")
+    assert resumed.losses == whole.losses[3:]
+
+
+def test_resume_goes_on_past_the_old_end_when_more_steps_are_asked_for(tmp_path):
+    record(lambda: jobs.Points(steps=3), folder=tmp_path)
+    (more,) = record(lambda: jobs.Points(steps=5), folder=tmp_path, resume="auto")
+    (whole,) = record(lambda: jobs.Points(steps=5))
+    assert more.losses == whole.losses[3:]
+
+
+def test_another_job_is_refused_with_the_fields_that_differ(tmp_path):
+    record(jobs.Points, folder=tmp_path)
+    with pytest.raises(CheckpointError, match=r"lr: saved 0\.1, now 0\.2"):
+        record(lambda: jobs.Points(lr=0.2), folder=tmp_path, resume="auto")
+
+
+def test_a_fresh_run_never_mixes_with_an_old_one(tmp_path):
+    record(jobs.Points, folder=tmp_path)
+    with pytest.raises(CheckpointError, match="--resume auto"):
+        record(jobs.Points, folder=tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
+    record(jobs.Points, folder=tmp_path, save_every=2)
+    newest = tmp_path / "checkpoints" / "step_000005"
+    (data,) = newest.glob("*.safetensors")
+    flipped = bytearray(data.read_bytes())
+    flipped[-1] ^= 1
+    data.write_bytes(flipped)
+    found = record(jobs.Points, "dp2", folder=tmp_path, resume="auto")
+    assert any("step_000005" in note and "damaged" in note for note in found[0].notes)
+    assert any("resumed" in note and "step 4" in note for note in found[0].notes)
+    assert len(found[0].losses) == 1
+
+
+def test_no_good_checkpoint_in_a_named_folder_is_an_error(tmp_path):
+    with pytest.raises(ShoalError, match="no good checkpoint"):
+        record(jobs.Points, folder=tmp_path / "new", resume=tmp_path)
+
+
+def test_only_the_last_ones_are_kept(tmp_path):
+    record(jobs.Points, folder=tmp_path, save_every=1, keep=2)
+    assert checkpoint_steps(tmp_path) == [4, 5]
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path):
+    import os
+
+    from shoal.folder import RunFolder
+    from shoal.world import World
+
+    with World.open("lone") as world:
+        held = RunFolder.open(tmp_path, world)
+        with pytest.raises(CheckpointError, match=f"written by process {os.getpid()}"):
+            RunFolder.open(tmp_path, world)
+        held.close()
+        RunFolder.open(tmp_path, world).close()
