@@ -1,15 +1,18 @@
 """The command line: parse, import one verb, call it. Nothing heavy is imported before a verb runs."""
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from shoal import __version__
-from shoal.errors import ShoalError
-from shoal.world import environment, before_torch
+from shoal.errors import JobError, ShoalError
+from shoal.world import before_torch, environment
 
 USAGE = 2  # a person's mistake: the message says what to do
 INTERRUPTED = 130  # Ctrl-C
@@ -19,7 +22,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # --save_every is --save-every, as for torchrun.
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
 )
 checkpoint = typer.Typer(help="Look at checkpoints, and hand their weights to plain PyTorch.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
@@ -49,9 +56,14 @@ def train(
     timeout_min: Annotated[float | None, typer.Option(help="Minutes that a collective may take.")] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Processes to start on this machine.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
+    seed: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job in a layout."""
+    if seed is not None:
+        raise JobError(
+            f"--seed is no flag: the seed changes what is computed, so it is a value of the job: --set seed={seed}"
+        )
     flags: dict[str, Any] = {
         "layout": layout,
         "set": set_,
@@ -70,26 +82,37 @@ def train(
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.train import command
 
-    settings = resolve(TrainSettings, config=config, environment=environment("SHOAL_"), flags=flags)
-    done = command(job, settings, quiet=as_json)
+    with _answer(as_json):
+        settings = resolve(TrainSettings, config=config, environment=environment("SHOAL_"), flags=flags)
+        done = command(job, settings, quiet=as_json)
     if as_json and done.speaks:
-        _print_json({"exit_code": done.exit_code, "folder": str(done.folder), "figures": done.figures})
+        _print_json({f.name: getattr(done, f.name) for f in fields(done) if f.name != "speaks"})
     raise typer.Exit(done.exit_code)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    script: Annotated[str, typer.Argument(help="A Python script, or a module with -m.")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or a module with -m.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments.")] = None,
     nproc_per_node: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 1,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="One file per process goes here.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per process; by default cores / processes.")] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the exit code and the failures as JSON, and not what the script prints."),
+    ] = False,
 ) -> None:
     """Start any plain distributed script, unchanged, on this machine."""
-    from shoal.verbs.launch import command
+    from shoal.verbs.launch import as_dict, command
 
-    raise typer.Exit(command(script, args or [], nproc_per_node, module=module, log_dir=log_dir, threads=threads))
+    with _answer(as_json):
+        outcome = command(
+            script, args or [], nproc_per_node, module=module, log_dir=log_dir, threads=threads, quiet=as_json
+        )
+    if as_json:
+        _print_json(as_dict(outcome))
+    raise typer.Exit(outcome.exit_code)
 
 
 @app.command("test")
@@ -97,7 +120,8 @@ def self_test(as_json: Json = False) -> None:
     """Test this machine in half a minute: start, collectives, the same training in dp2 as in one process."""
     from shoal.verbs.selftest import command
 
-    report = command(quiet=as_json)
+    with _answer(as_json):
+        report = command(quiet=as_json)
     if as_json:
         _print_json(report.as_dict())
     raise typer.Exit(report.exit_code)
@@ -105,7 +129,7 @@ def self_test(as_json: Json = False) -> None:
 
 @checkpoint.command("export")
 def checkpoint_export(
-    source: Annotated[Path, typer.Argument(help="A run's folder, or one checkpoint of it.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one checkpoint of it.")],
     to: Annotated[Path, typer.Option("--to", help="model.safetensors or model.pt")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     as_json: Json = False,
@@ -113,72 +137,60 @@ def checkpoint_export(
     """Write the model's weights for plain PyTorch, under the keys of its own state_dict()."""
     from shoal.verbs.checkpoint import export
 
-    result = export(source, to, force=force)
+    with _answer(as_json):
+        result = export(source, to, force=force)
     _print_json(result) if as_json else typer.echo(result["text"])
 
 
 @checkpoint.command("ls")
 def checkpoint_ls(
-    source: Annotated[Path, typer.Argument(help="A run's folder.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run, each verified to the last byte."""
     from shoal.verbs.checkpoint import listing
 
-    rows = listing(source)
+    with _answer(as_json):
+        rows = listing(source)
     if as_json:
         _print_json(rows)
-    else:
-        for row in rows:
-            typer.echo(f"{row['step']:>8}  {row['size']:>10}  {row['state']}  {row['path']}")
+    elif not rows:
+        typer.echo(f"no checkpoint in {source}")
+    for row in () if as_json else rows:
+        typer.echo(f"{row['step']:>8}  {row['size']:>10}  {row['state']}  {row['path']}")
     raise typer.Exit(0 if rows and all(row["state"] == "good" for row in rows) else 1)
+
+
+@contextlib.contextmanager
+def _answer(as_json: bool) -> Iterator[None]:
+    """With --json, stdout holds one JSON value, after a mistake too; what a job prints meanwhile goes to stderr."""
+    if not as_json:
+        yield
+        return
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except ShoalError as error:
+        _print_json({"exit_code": USAGE, "error": {"type": type(error).__name__, "message": str(error)}})
+        raise
 
 
 def _print_json(result: Any) -> None:
     typer.echo(json.dumps(result, default=str))
 
 
-def _normal(arguments: list[str]) -> list[str]:
-    """Spell flags with dashes, as torchrun accepts both; what follows a script belongs to the script."""
-    words: list[str] = []
-    for index, word in enumerate(arguments):
-        if word == "--":
-            return words + arguments[index:]
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            word = name.replace("_", "-") + equals + value
-        words.append(word)
-        if words[0] == "launch" and index and not word.startswith("-") and _ends_options(words):
-            return words + arguments[index + 1 :]
-    return words
-
-
-def _ends_options(words: list[str]) -> bool:
-    """Whether the last word of a `launch` line is the script, not the value of the flag before it."""
-    before = words[-2]
-    takes_value = before.startswith("--") and "=" not in before and before != "--module"
-    return not takes_value
-
-
 def main() -> NoReturn:
     """Run the command line; exit 0 done, 1 failed, 2 a mistake that the message explains, 130 Ctrl-C, 143 SIGTERM."""
     before_torch()
-    arguments = _normal(sys.argv[1:])
-    if any(word.partition("=")[0] == "--seed" for word in arguments) and arguments[:1] == ["train"]:
-        _fail("--seed is no flag: the seed changes what is computed, so it is a value of the job: --set seed=1")
     try:
-        app(arguments, prog_name="shoal")
+        app(prog_name="shoal")
     except ShoalError as error:
-        _fail(f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(USAGE)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         sys.exit(INTERRUPTED)
     sys.exit(0)
-
-
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(message + "\n")
-    sys.exit(USAGE)
 
 
 @app.callback(invoke_without_command=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from shoal.agreement import (
     check_first_step,
@@ -20,7 +21,7 @@ from shoal.agreement import (
     fingerprint,
     fingerprints,
 )
-from shoal.checkpoint import Writer, identity_difference, newest_good, read
+from shoal.checkpoint import Checkpoint, Writer, identity_difference, newest_good, read
 from shoal.checkpoint.pack import pack
 from shoal.checkpoint.state import capture, restore
 from shoal.checkpoint.write import _versions
@@ -93,6 +94,7 @@ class Run:
         if result.skipped:
             self.say(result.skipped)
         self.recorder.log(result)
+        self._tell_of_saves()
 
     def say(self, text: str) -> None:
         """A line for the person who watches; rank 0 alone speaks."""
@@ -172,9 +174,13 @@ class Run:
         """Wait for what is still being written."""
         if self._writer is not None:
             self._writer.close()
+            self._tell_of_saves()
         self.recorder.close()
-        if self.folder is not None:
-            self.folder.close()
+
+    def _tell_of_saves(self) -> None:
+        """What the writer's thread met (a full disk), said from this one."""
+        while self._writer is not None and self._writer.events:
+            self.say(self._writer.events.pop(0))
 
     def _state(self) -> dict[str, Any]:
         state = capture(self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
@@ -191,7 +197,7 @@ class Run:
                 torch.distributed.broadcast(buffer, src=0, group=self.world.side_group)
 
     def _resume(self, path: Path) -> None:
-        checkpoint = read(path)
+        checkpoint = self._read_everywhere(path)
         differs = identity_difference(checkpoint.manifest.job, identity(self.job))
         if differs:
             raise CheckpointError(
@@ -202,6 +208,22 @@ class Run:
         restore(checkpoint.tree, self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
         self.step = self._saved = checkpoint.step
         self.say(f"resumed from {path} (step {checkpoint.step}, saved under layout {checkpoint.manifest.layout})")
+
+    def _read_everywhere(self, path: Path) -> Checkpoint:
+        """Every rank reads the checkpoint that rank 0 chose, or all stop together."""
+        checkpoint, why = None, ""
+        try:
+            checkpoint = read(path)
+        except (CheckpointError, OSError) as error:
+            why = f"{error}"
+        problems = {rank: text for rank, text in enumerate(self.world.gather_text(why)) if text}
+        if problems or checkpoint is None:
+            rank, text = next(iter(problems.items()))
+            raise CheckpointError(
+                f"rank {rank} cannot read the checkpoint that rank 0 found good: {text} Ranks {list(problems)} fail. "
+                "A run folder must lie where every host sees it, at the same path."
+            )
+        return checkpoint
 
 
 def assemble(
@@ -235,9 +257,10 @@ def assemble(
     world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
     model = _build_model(job, world)
     data, evaluation, tokens = _build_data(job, world)
+    _check_evaluation(model, evaluation, world)
     place(model, world, batch_norm=job.batch_norm)
     optimizer, scheduler = _build_optimizer(job, model)
-    run_folder = RunFolder.open(Path(folder), world) if folder is not None else None
+    run_folder = RunFolder(Path(folder)) if folder is not None else None
     ledger = Ledger.of(job, world, data, lr=float(optimizer.param_groups[0]["lr"]), tokens_per_sample=tokens)
     run = Run(
         job=job,
@@ -264,9 +287,7 @@ def assemble(
     if left_out:
         run.say(f"not in the optimizer, so never updated: {', '.join(left_out[:5])}")
     pack(run._state())  # what cannot be stored is said now, not at the first save
-    if run_folder is not None and world.rank == 0:
-        run._writer = Writer(run_folder.checkpoints, keep=keep, on_event=run.say)
-    path = world.decide(lambda: _resume_path(resume, run))
+    path = world.decide(lambda: _enter_folder(run, resume, keep))
     if path:
         run._resume(Path(path))
     run.recorder.start(run.step)
@@ -303,6 +324,7 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
     world.agree(
         {
             "the length of the data": data.num_samples,
+            "the data": data.fingerprint(),
             "the first sample of the data": sample,
             "the length of the evaluation data": evaluation and evaluation.num_samples,
         }
@@ -310,10 +332,21 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
     return data, evaluation, tokens
 
 
+def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World) -> None:
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+    without = [name for name, norm in norms.items() if norm.running_mean is None]
+    if without and evaluation is not None and world.num_data > 1:
+        raise JobError(
+            f"{without[0]} keeps no running statistics (track_running_stats=False), so evaluation normalises each "
+            "batch by itself, and its result would depend on how many ranks share it. Keep running statistics, or "
+            "leave Job.evaluation() out."
+        )
+
+
 def _first_sample(job: Job, dataset: Any) -> tuple[int | None, str]:
     """Tokens per sample (None: the input is no row of token ids), and a fingerprint of the first sample."""
-    if not hasattr(dataset, "__getitem__"):  # a stream: reading from it would use it up
-        return None, ""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return None, ""  # a stream: reading from it might use it up
     seed_everything(job.seed, "first sample")
     sample = dataset[0]
     leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
@@ -333,9 +366,13 @@ def _build_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
     return optimizer, job.scheduler(optimizer)
 
 
-def _resume_path(resume: str | Path, run: Run) -> str:
-    """The checkpoint to go on from; empty for a fresh start. Decided by rank 0 alone."""
-    folder = run.folder.checkpoints if run.folder else None
+def _enter_folder(run: Run, resume: str | Path, keep: int) -> str:
+    """Rank 0 takes the folder for itself, and decides where to go on: a checkpoint's path, or empty for a start."""
+    folder = None
+    if run.folder is not None:
+        run.folder.make()
+        run._writer = Writer(run.folder.checkpoints, keep=keep)
+        folder = run.folder.checkpoints
     if resume == "never":
         if folder and any(folder.glob("step_*")):
             raise CheckpointError(

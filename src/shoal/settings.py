@@ -36,7 +36,7 @@ class TrainSettings(BaseModel):
     steps: int | None = Field(default=None, ge=1)
     run: str | None = None
     resume: str = "never"
-    save_every: int | None = Field(default=None, ge=1)
+    save_every: int = Field(default=500, ge=1)
     log_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)
     device: str | None = None

@@ -241,24 +241,29 @@ class Step:
 
     def _blame(self, batch: RankBatch, own: Tensor) -> str:
         """Which rank, with which samples: the step once more, unreduced, so that gradients are each rank's own."""
-        bad = []
-        if self._world.kind != "fake" and batch.num_samples:
-            seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
-            self._optimizer.zero_grad(set_to_none=True)
-            with self._placement.accumulate():
-                for part in batch.micro:
-                    self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]
-            named = self._model.named_parameters()
-            bad = [n for n, p in named if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
-            self._optimizer.zero_grad(set_to_none=True)
+        bad = [] if self._world.kind == "fake" else self._own_bad_gradients(batch)
         loss_is_finite = bool(own.isfinite().all())
-        told = (
-            {} if loss_is_finite and not bad else {"ids": batch.sample_ids[:16], "bad": bad[:3], "loss": loss_is_finite}
-        )
+        found = bool(batch.num_samples) and (bad or not loss_is_finite)
+        told = {"ids": batch.sample_ids[:16], "bad": bad[:3], "loss": loss_is_finite} if found else {}
         rows = [json.loads(row) for row in self._world.gather_text(json.dumps(told))]
         return "; ".join(_verdict(rank, row) for rank, row in enumerate(rows) if row) or (
             "the loss counts nothing (its count is 0), or gradients that are finite on every rank overflow in the sum"
         )
+
+    def _own_bad_gradients(self, batch: RankBatch) -> list[str]:
+        """Parameters whose gradient is not finite on this rank alone. Every rank runs it: norms meet in there."""
+        seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
+        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._placement.accumulate():
+            for part in batch.micro:
+                self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]
+        named = self._model.named_parameters()
+        bad = [n for n, p in named if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
+        self._optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        return bad
 
 
 def _verdict(rank: int, row: dict[str, Any]) -> str:

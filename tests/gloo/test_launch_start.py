@@ -5,6 +5,7 @@ import faulthandler
 import functools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -273,14 +274,14 @@ def test_ranks_that_stopped_on_request_together_have_not_failed():
 
 
 def test_an_error_whose_message_fails_is_still_told():
-    class Silent(Exception):
+    class SilentError(Exception):
         def __str__(self):
             raise RuntimeError
 
     def work(place):
-        raise Silent
+        raise SilentError
 
-    assert run(work, 1)[0].failures[0].error == "Silent: <its message cannot be shown: RuntimeError>"
+    assert run(work, 1)[0].failures[0].error == "SilentError: <its message cannot be shown: RuntimeError>"
 
 
 # -- words --------------------------------------------------------------------------------------------------
@@ -395,11 +396,7 @@ def test_no_loader_worker_survives_a_killed_rank(tmp_path):
 
 def test_what_a_rank_forgot_to_end_is_ended_with_it(tmp_path):
     def work(place):
-        if os.fork() == 0:
-            note_pid(tmp_path, os.getpid())
-            time.sleep(60)
-        while not noted(tmp_path):
-            time.sleep(0.01)
+        note_pid(tmp_path, subprocess.Popen(["sleep", "60"]).pid)
 
     assert run(work, 1)[0].exit_code == 0
     assert len(noted(tmp_path)) == 1

@@ -269,6 +269,32 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_parameter():
     refused(Rooted, "dp2", NumericsError, "the gradient of weight is not finite on rank 0")
 
 
+@pytest.mark.parametrize("layout", ["lone", "dp4"])
+def test_blame_meets_in_batch_norm_and_leaves_the_statistics_alone(layout):
+    """Four ranks and three samples: one rank has none, and takes part all the same."""
+
+    class Endless(jobs.Points):
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+        def loss(self, output, batch):
+            return Sum(super().loss(output, batch).value * float("inf"), len(output))
+
+    found = record(lambda: Endless(batch_size=3, nonfinite="skip", steps=2), layout)
+    for seen in found:
+        assert sum("the loss is not finite on rank" in note for note in seen.notes) == 2
+        assert int(seen.state["1.num_batches_tracked"]) == 2
+
+
+def test_batch_statistics_in_evaluation_are_refused_where_ranks_would_share_them():
+    class Untracked(jobs.Points):
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+
+    refused(Untracked, "dp2", JobError, "keeps no running statistics")
+    record(Untracked)
+
+
 def test_a_model_is_placed_once():
     from shoal.parallel.place import place
 

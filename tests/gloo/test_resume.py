@@ -167,14 +167,29 @@ def test_only_the_last_ones_are_kept(tmp_path):
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path):
-    import os
+    def second_run(run):
+        if run.step == 1:
+            with pytest.raises(ShoalError, match="being written by another process"):
+                record(jobs.Points, "dp2", folder=tmp_path, resume="auto")
 
-    from shoal.folder import RunFolder
-    from shoal.world import World
+    record(jobs.Points, folder=tmp_path, on_step=second_run)
+    assert checkpoint_steps(tmp_path) == [5]
 
-    with World.open("lone") as world:
-        held = RunFolder.open(tmp_path, world)
-        with pytest.raises(CheckpointError, match=f"written by process {os.getpid()}"):
-            RunFolder.open(tmp_path, world)
-        held.close()
-        RunFolder.open(tmp_path, world).close()
+
+def test_a_rank_that_cannot_see_the_checkpoint_stops_all(tmp_path):
+    """D076, D134: rank 0 decides; a host without the shared folder is named, and nobody waits for it."""
+    record(jobs.Points, folder=tmp_path)
+
+    class Points(jobs.Points):  # the same identity
+        def scheduler(self, optimizer):
+            if torch.distributed.get_rank() == 1:
+                import shoal.run
+
+                def gone(path):
+                    raise CheckpointError(f"no checkpoint at {path}.")
+
+                shoal.run.read = gone
+            return
+
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot read the checkpoint.*every host sees it"):
+        record(Points, "dp2", folder=tmp_path / "new", resume=tmp_path)

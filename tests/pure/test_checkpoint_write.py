@@ -281,6 +281,24 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path):
 
 # ---- failing disks ----
 
+
+def test_a_save_that_cannot_take_the_place_of_an_older_one_puts_that_back(tmp_path, monkeypatch):
+    write(tmp_path, state_of(1), step=1, **FACTS)
+    rename, calls = os.rename, []
+
+    def fail_second(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_second)
+    with pytest.raises(CheckpointError, match="step 1 was not written: Input/output error"):
+        write(tmp_path, state_of(2), step=1, **FACTS)
+    assert leftovers(tmp_path) == []
+    assert same(read(tmp_path / "step_000001").tree, state_of(1))
+
+
 CALLS = ("open", "mkdir", "write", "fsync", "rename")
 
 

@@ -208,6 +208,16 @@ def test_a_collate_function_that_draws_is_the_same_after_a_resume_and_in_workers
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_collate_function_draws_the_same_for_the_same_micro_batch_of_another_layout() -> None:
+    def noisy(samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples) + torch.rand(len(samples), dtype=torch.float64)
+
+    lone = next(share(list(range(8)), None, batch_size=8, micro=4, collate=noisy).batches())
+    ranks = all_ranks(list(range(8)), 2, batch_size=8, micro=2, collate=noisy)
+    spread = [micro for one in ranks for micro in next(one.batches()).micro]
+    assert all(torch.equal(one, other) for one, other in zip(lone.micro, spread, strict=True))
+
+
 def test_the_seed_of_a_rank_is_that_of_the_job() -> None:
     """D017: what ranks draw from their own streams before does not move the order."""
     orders = []

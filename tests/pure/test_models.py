@@ -125,6 +125,7 @@ def test_a_sample_continues_the_prompt_and_disturbs_nothing():
     torch.manual_seed(1)
     text = job.sample(model, "import ", num_bytes=20)
     assert text.startswith("import ")
+    assert text.replace("\n", "").isprintable()
     assert text == job.sample(model, "import ", num_bytes=20)
     assert torch.equal(torch.rand(1), expected)
     assert model.training

@@ -197,7 +197,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _check(manifest: Manifest) -> None:
     """What a hostile or buggy writer could have sealed: names, bounds, tiling, two slices at one place."""
     for name in manifest.files:
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+        if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"names the file {name!r}; a file lies in the checkpoint itself, by a plain name.")
     places = set()
     for name, entry in manifest.tensors.items():

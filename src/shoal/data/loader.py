@@ -18,6 +18,7 @@ from shoal.data.plan import RankBatch
 from shoal.data.reader import Reader
 
 _PR_SET_PDEATHSIG = 1
+_GRACE_S = 30
 
 
 def load(
@@ -93,6 +94,8 @@ def _start_worker(_worker: int, *, parent: int) -> None:
 
 
 def _end_when_told_by(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+    told: signal.struct_siginfo | None = signal.sigwaitinfo({signal.SIGTERM})
+    while told is not None and told.si_pid != parent:
+        # Signals that arrive together are one, and may hide the parent's: it must not wait for ever.
+        told = signal.sigtimedwait({signal.SIGTERM}, _GRACE_S)
     os._exit(0)

@@ -94,8 +94,12 @@ def worker_hidden() -> Iterator[None]:
 
     Whoever asks `get_worker_info` yields every n-th sample only; here each worker must see the whole stream.
     """
+    info = get_worker_info()
+    if info is None:
+        yield
+        return
     worker = torch.utils.data._utils.worker
-    info, worker._worker_info = get_worker_info(), None
+    worker._worker_info = None
     try:
         if get_worker_info() is not None:
             raise DataError(

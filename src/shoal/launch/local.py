@@ -255,7 +255,14 @@ def _fork(work: Work, seat: Seat, closing: tuple[int, ...]) -> tuple[int, Callab
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
         process.start()
     assert process.pid is not None
-    return process.pid, lambda: process.exitcode
+
+    def collect() -> int | None:
+        code = process.exitcode
+        if code is not None:
+            process.close()  # its pipes would else stay open until it is garbage
+        return code
+
+    return process.pid, collect
 
 
 def _forked(work: Work, seat: Seat, closing: tuple[int, ...]) -> None:

@@ -1,9 +1,11 @@
 """What happens inside one started process: take a seat, do the work, report, end."""
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import json
 import logging
 import os
@@ -71,16 +73,23 @@ def run(work: Work, seat: Seat) -> int:
 def _work(work: Work, seat: Seat, log: int) -> int:
     try:
         return _code(work(seat.place))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except SystemExit as end:
-        if end.code in (None, 0):
-            return 0
-        if not isinstance(end.code, int):
-            sys.stderr.write(f"{end.code}\n")
-        return _failed(end, seat, log, _code(end.code if isinstance(end.code, int) else FAILED))
     except BaseException as error:  # torch's own CheckpointException is no Exception
+        # Kept until this process is gone, as the interpreter does: its frames hold the model, and a process group
+        # that is freed on the way out may wait for ever for its own threads.
+        sys.last_value = error
+        return _ended_by(error, seat, log)
+
+
+def _ended_by(error: BaseException, seat: Seat, log: int) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if not isinstance(error, SystemExit):
         return _failed(error, seat, log, MISTAKE if isinstance(error, ShoalError) else FAILED)
+    if error.code in (None, 0):
+        return 0
+    if not isinstance(error.code, int):
+        sys.stderr.write(f"{error.code}\n")
+    return _failed(error, seat, log, _code(error.code) if isinstance(error.code, int) else FAILED)
 
 
 def _code(result: int | None) -> int:
@@ -116,6 +125,18 @@ def end_forked() -> None:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
+    _flush_files()
+
+
+def _flush_files() -> None:
+    """Write out the files that were left open: an interpreter frees its objects at its end, this process does not.
+
+    The parent's own files are not among them, since they are frozen (see `take_forked_seat`).
+    """
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):  # by type: some objects answer isinstance with side effects
+            with contextlib.suppress(ValueError, OSError):  # closed, or detached, or gone
+                found.flush()
 
 
 def die_with(parent: int) -> None:

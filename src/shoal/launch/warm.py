@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import LaunchError
@@ -16,20 +16,20 @@ from shoal.errors import LaunchError
 NEEDED = ("torch", "torch._dynamo")
 
 
-def warm_up() -> None:
-    """Import torch and what every worker needs, once, and keep this process to one thread.
+def warm_up(also: Sequence[str] = ()) -> None:
+    """Import torch and what every worker needs, and other modules, once, and keep this process to one thread.
 
     A process that ran an operation on several OpenMP threads must not fork: its children would wait for threads
     that they do not have (see `has_thread_pool`).
     """
-    import_needed()
+    import_needed(also)
     sys.modules["torch"].set_num_threads(1)
 
 
-def import_needed() -> None:
+def import_needed(also: Sequence[str] = ()) -> None:
     """Import what a worker needs before its first step: 0.8 s for torch, 0.5 s for what optimizers drag in."""
     with _no_collection():
-        for name in NEEDED:
+        for name in (*NEEDED, *also):
             importlib.import_module(name)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from shoal.step import StepResult
 from shoal.units import show_count
 from shoal.world import World
 
+_MAX_PROBES = 4
 _RANK_KEYS = (
     "perf/step_time_s",
     "perf/samples_per_s",
@@ -67,6 +69,7 @@ class Recorder:
         self._flops_per_sample = 0.0
         self._num_global = 0
         self._peak: Peak | None = None
+        self._probes = 0
         self._counted = torch.zeros((), dtype=torch.float64, device=world.device)
         self._first: int | None = None  # the first step of this process
         self.notes: list[str] = []  # everything that was said
@@ -123,7 +126,8 @@ class Recorder:
             self._events.write(result.step, values)
         if self._progress is not None:
             self._progress.update(result.step, values)
-        if first and not ends:
+        over = (values["perf/mfu"] or 0.0) > 1.0 and self._probes < _MAX_PROBES
+        if (first or over) and not ends:
             self._find_peak()
 
     def _figures(self, result: StepResult) -> dict[str, float | None]:
@@ -157,18 +161,31 @@ class Recorder:
         }
 
     def _find_peak(self) -> None:
-        """Once, after the first step: all ranks probe at the same time, as they will compute at the same time."""
+        """After the first step: all ranks probe at the same time, as they compute at the same time.
+
+        On a busy machine a probe may find too little, and a share of peak above 1 tells so; then it is tried again.
+        """
         assert self._flops is not None
+        self._probes += 1
         with self._clock.paused():
-            self._peak = device_peak(self._world.device, self._job.precision)
-        if not self._flops.model:
+            own = device_peak(self._world.device, self._job.precision)
+        rows = self._world.gather_floats([own.flops if own else math.nan, float(self._flops.model)])
+        best = max((row[0] for row in rows if not math.isnan(row[0])), default=None)
+        if own is None or best is None:
+            self._peak = None
+        elif self._peak is None or best > self._peak.flops:
+            self._peak = replace(own, flops=best)
+        if self._probes == 1:
+            self._explain(sum(row[1] for row in rows))
+
+    def _explain(self, flops: float) -> None:
+        if not flops:
             return
-        peak = str(self._peak) if self._peak else "n/a (unknown device)"
-        total = sum(row[0] for row in self._world.gather_floats([float(self._flops.model)]))
-        self.note(f"flops   {show_count(total)}FLOP per step; {CONVENTION}")
-        self.note(f"mfu     against {self._world.size} x {peak}")
-        if self._flops.uncounted:
-            self.note(f"flops   not counted, no formula: {', '.join(sorted(self._flops.uncounted)[:5])}")
+        self.note(f"flops   {show_count(flops)}FLOP in step 1: {CONVENTION}")
+        self.note(f"mfu     against {self._world.size} x {self._peak or 'n/a (no peak is known for this device)'}")
+        uncounted = self._flops.uncounted if self._flops else set()
+        if uncounted:
+            self.note(f"flops   not counted, no formula: {', '.join(sorted(uncounted)[:5])}")
 
     def log_evaluation(self, step: int, figures: Mapping[str, Tensor]) -> None:
         """Write and show what an evaluation found; only numbers, a table of counts stays with the caller."""

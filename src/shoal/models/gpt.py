@@ -196,4 +196,6 @@ class GPT(Job):
             drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, drawn], dim=1)
         model.train(was_training)
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        text = bytes(tokens[0].tolist()).decode(errors="replace")
+        # A terminal must survive an untrained model, which draws escape sequences too.
+        return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

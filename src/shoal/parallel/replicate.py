@@ -31,7 +31,7 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._model = model
+        self._model: nn.Module | None = model
         self._world = world
         self._params = list(model.parameters())
         self._trainable: tuple[bool, ...] = ()
@@ -40,8 +40,10 @@ class Replica:
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Detached":
-        return _Detached()  # a copy of the model (an average of weights, say) is a plain module
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Replica":
+        copy = object.__new__(Replica)
+        copy._model = None  # a copy of the model (an average of weights, say) is a plain module
+        return copy
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -68,7 +70,7 @@ class Replica:
 
     def _trains(self) -> bool:
         # Evaluation, and a look at gradients on one rank alone, must never wait for the others.
-        return self._model.training and torch.is_grad_enabled()
+        return self._model is not None and self._model.training and torch.is_grad_enabled()
 
     def _rewrap_if_changed(self) -> None:
         """DDP registers the trainable parameters once; one that is un-frozen later would drift in silence."""
@@ -91,16 +93,6 @@ class Replica:
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=_BUCKET_MB.get(self._world.backend or "", 25),
             )
-
-
-class _Detached:
-    """What a deep copy of a placed model has instead: a hook that does nothing."""
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        return None
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return output
 
 
 def check_replicable(model: nn.Module) -> None:

@@ -1,8 +1,10 @@
 """shoal launch: any plain distributed script, unchanged."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from shoal.launch import run_script
+from shoal.launch import Outcome, run_script
 
 
 def command(
@@ -13,7 +15,22 @@ def command(
     module: bool = False,
     log_dir: Path | None = None,
     threads: int | None = None,
-) -> int:
-    """Start the script in `num_ranks` processes on this machine; returns the exit code."""
-    outcome = run_script(script, args, num_ranks, module=module, log_dir=log_dir, threads=threads)
-    return outcome.exit_code
+    quiet: bool = False,
+) -> Outcome:
+    """Start the script in `num_ranks` processes on this machine, and see to its end."""
+    # The first -- ends our options, as in any command; the script does not see it.
+    passed_on = args[1:] if args[:1] == ["--"] else args
+    return run_script(
+        script,
+        passed_on,
+        num_ranks,
+        module=module,
+        log_dir=log_dir,
+        threads=threads,
+        show="none" if quiet else "rank0",
+    )
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """The outcome for --json: the exit code, and every failure, the first cause first."""
+    return asdict(outcome)

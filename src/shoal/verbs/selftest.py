@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-10  # relative, in float64: rounding is 1e5 times smaller, the mildest known bug 1e3 times larger
 RANKS = 2
+INTERRUPTED = 130  # Ctrl-C
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,10 @@ def _on_ranks(work: Callable[[World, Path], dict[str, Any]], layout: str) -> lis
             return 0
 
         size = 1 if layout == "lone" else RANKS
-        if start(rank, size).exit_code != 0:
+        exit_code = start(rank, size).exit_code
+        if exit_code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if exit_code != 0:
             return []
         return [json.loads((Path(name) / f"found_{rank}.json").read_text()) for rank in range(size)]
 

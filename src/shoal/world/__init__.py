@@ -1,4 +1,13 @@
-"""Opens the live processes. The only room (but `launch`) that reads the environment. No torch until one is opened."""
+"""Opens the live processes. The only room (but `launch`) that reads the environment. No torch until one is opened.
+
+place.py        who am I: torchrun, Slurm, MPI, flags
+rendezvous.py   an address -> a store that all ranks reach
+roll.py         are all there, each once
+network.py      this host: names, interfaces, ports
+device.py       which device is mine
+group.py        the process groups, opened and destroyed
+world.py        World: all of it, and the collectives of set-up
+"""
 
 from shoal.world.place import Place, before_torch, environment
 from shoal.world.world import World

@@ -2,11 +2,15 @@
 
 import hashlib
 import os
+import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import WorldError
+
+_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's names for the batch script, the interactive shell, ...: not steps of srun
 
 
 def environment(prefix: str) -> dict[str, str]:
@@ -38,28 +42,42 @@ class Place:
     source: str = "lone"  # lone | torchrun | slurm | mpi | shoal | flags
 
     def __post_init__(self) -> None:
+        stands = f"rank {self.rank} of {self.size} (local rank {self.local_rank} of {self.local_size}"
         if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size:
             raise WorldError(
-                f"rank {self.rank} of {self.size} (local {self.local_rank} of {self.local_size}, from "
-                f"{self.source}): ranks count from 0 to size - 1."
+                f"{stands}, from {self.source}): ranks count from 0 to size - 1. Either the world size is too small, "
+                "or more processes were started than it says."
             )
+        if self.local_size > self.size:
+            raise WorldError(f"{stands}, from {self.source}): a node cannot hold more ranks than the world.")
 
     @staticmethod
     def find(env: Mapping[str, str] | None = None) -> "Place":
         """What the launcher that started this process says: torchrun, Slurm (srun), Open MPI, MPICH, or nobody.
 
+        Where launchers are nested, the innermost started this process: torchrun within mpirun within srun.
+
         Raises:
             WorldError: half of a launcher's variables, or two launchers that contradict each other.
         """
         env = os.environ if env is None else env
-        found = [place for read in (_torchrun, _slurm, _mpi) if (place := read(env)) is not None]
-        if "TORCHELASTIC_RUN_ID" in env:
-            found = found[:1]  # torchrun inside srun or mpirun: the launcher that started us wins
+        torchrun = _torchrun(env)
+        if torchrun is not None and "TORCHELASTIC_RUN_ID" in env:
+            return torchrun
+        by_mpirun = "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env
+        slurm = None if by_mpirun else _slurm(env)  # mpirun starts its ranks from a daemon that is a step of Slurm
+        mpi = None if slurm is not None else _mpi(env)  # srun speaks PMI too, and its own variables say more
+        found = [place for place in (torchrun, slurm, mpi) if place is not None]
         if len({(place.rank, place.size) for place in found}) > 1:
             told = "; ".join(f"{p.source}: rank {p.rank} of {p.size}" for p in found)
             raise WorldError(
                 f"two launchers contradict each other ({told}). Unset the variables of the one that did not "
                 "start this process."
+            )
+        if not found and "LOCAL_RANK" in env:
+            raise WorldError(
+                "LOCAL_RANK is set but RANK and WORLD_SIZE are not: every process would believe that it is alone. "
+                "Start with torchrun, or set all three."
             )
         return found[0] if found else Place()
 
@@ -75,105 +93,121 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
             f"{given[0]} is set but {missing} is not: every process would believe that it is alone. Start with "
             "torchrun, or set both (and LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."
         )
-    size = _int(env, "WORLD_SIZE")
-    local_size = _int(env, "LOCAL_WORLD_SIZE", size)
-    rank = _int(env, "RANK")
+    size, rank = _int(env, "WORLD_SIZE"), _int(env, "RANK")
+    local_size = max(1, _int(env, "LOCAL_WORLD_SIZE", size))
     return Place(
         rank=rank,
         size=size,
         local_rank=_int(env, "LOCAL_RANK", rank % local_size),
         local_size=local_size,
         node=_int(env, "GROUP_RANK", rank // local_size),
-        num_nodes=-(-size // local_size),
+        num_nodes=_int(env, "GROUP_WORLD_SIZE", -(-size // local_size)),
         source="torchrun",
     )
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:
     # Without a step (an `salloc` shell, an sbatch script) SLURM_PROCID is 0 everywhere and says nothing of us.
-    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env or _int(env, "SLURM_STEP_ID") >= _SPECIAL_STEP:
         return None
     size = _int(env, "SLURM_STEP_NUM_TASKS", _int(env, "SLURM_NTASKS", 1))
     if size == 1:
         return None
     num_nodes = _int(env, "SLURM_STEP_NUM_NODES", _int(env, "SLURM_NNODES", 1))
-    local_size = _int(env, "SLURM_STEP_TASKS_PER_NODE", size // num_nodes)
-    host = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    node = _int(env, "SLURM_NODEID", 0)
+    rank = _int(env, "SLURM_PROCID")
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    local_size = _tasks_on(tasks, node) or max(1, size // num_nodes)
+    first_host = _first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "")
+    # Slurm gives the first ranks to the first host of the list. One node needs no name for itself.
+    host = env.get("MASTER_ADDR") or (first_host if num_nodes > 1 else "127.0.0.1")
     job = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
     return Place(
-        rank=_int(env, "SLURM_PROCID"),
+        rank=rank,
         size=size,
-        local_rank=_int(env, "SLURM_LOCALID"),
-        local_size=max(local_size, _int(env, "SLURM_LOCALID") + 1),
-        node=_int(env, "SLURM_NODEID", 0),
+        local_rank=_int(env, "SLURM_LOCALID", rank % local_size),
+        local_size=local_size,
+        node=node,
         num_nodes=num_nodes,
         rendezvous=f"tcp://{host}:{env.get('MASTER_PORT') or _port_of(job)}",
         source="slurm",
     )
 
 
+# Rank, size, rank on the node, ranks on the node.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
 def _mpi(env: Mapping[str, str]) -> Place | None:
-    names = {
-        "OMPI_COMM_WORLD_RANK": (
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        "PMI_RANK": ("PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    }
-    for rank_name, (size_name, local_rank_name, local_size_name) in names.items():
-        # srun exports PMI_RANK too: Slurm's own variables say more.
-        if rank_name not in env or size_name not in env or ("SLURM_STEP_ID" in env and rank_name == "PMI_RANK"):
-            continue
-        rank, size = _int(env, rank_name), _int(env, size_name)
-        local_size = _int(env, local_size_name, size)
-        num_nodes = -(-size // local_size)
-        if num_nodes > 1 and "MASTER_ADDR" not in env:
-            raise WorldError(
-                f"MPI started {size} processes on {num_nodes} nodes, but nobody said where they meet. Pass it on: "
-                "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
-            )
-        return Place(
-            rank=rank,
-            size=size,
-            local_rank=_int(env, local_rank_name, rank % local_size),
-            local_size=local_size,
-            node=rank // local_size,
-            num_nodes=num_nodes,
-            rendezvous="env://" if "MASTER_ADDR" in env else _file_of_parent(),
-            source="mpi",
+    names = next((names for names in (_OPEN_MPI, _MPICH) if names[0] in env), None)
+    if names is None:
+        return None
+    if names[1] not in env:
+        raise WorldError(f"{names[0]} is set but {names[1]} is not: start with mpirun, or unset what is left of it.")
+    rank, size = _int(env, names[0]), _int(env, names[1])
+    local_size = max(1, _int(env, names[3], size))
+    num_nodes = -(-size // local_size)
+    if num_nodes > 1 and "MASTER_ADDR" not in env:
+        raise WorldError(
+            f"MPI started {size} processes on {num_nodes} nodes, but nobody said where they meet. Pass it on: "
+            "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... "
+            "(MPICH: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...)"
         )
-    return None
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=_int(env, names[2], rank % local_size),
+        local_size=local_size,
+        node=rank // local_size,
+        num_nodes=num_nodes,
+        rendezvous="env://" if "MASTER_ADDR" in env else _file_of_launcher(names[0]),
+        source="mpi",
+    )
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    # Slurm writes `4(x2)` for two nodes of four.
-    head = (text or "").partition("(")[0].partition(",")[0]
-    if not head.isdecimal():
+    if text is None or not text.isdecimal():
         raise WorldError(f"{name}={text!r} is not a whole number; the launcher that started this process sets it.")
-    return int(head)
+    return int(text)
+
+
+def _tasks_on(counts: str, node: int) -> int | None:
+    """Slurm's `4(x2),1` for nodes of 4, 4 and 1 tasks; None where it does not say."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        node -= int(times or 1)
+        if node < 0:
+            return int(count)
+    return None
 
 
 def _first_host(nodes: str) -> str:
-    """`gpu[03-05,9],cpu1` -> `gpu03`."""
-    head, bracket, rest = nodes.partition("[")
-    if not bracket or "," in head:
-        return head.partition(",")[0]
-    return head + rest.replace("-", ",").replace("]", ",").partition(",")[0]
+    """`gpu[03-05,9],cpu1` -> `gpu03`, `rack[1-2]n[7,8]x` -> `rack1n7x`."""
+    first = re.match(r"(?:\[[^]]*\]|[^,\[])*", nodes)
+    assert first is not None  # it matches the empty string
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first.group())
 
 
 def _port_of(job: str) -> int:
-    return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 20000
+    """The same on every rank, another for every job step, below the ports that systems hand out."""
+    return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 12000
 
 
-def _file_of_parent() -> str:
+def _file_of_launcher(rank_variable: str) -> str:
     """A meeting file that the ranks of one mpirun on one host share and no other run can: its pid and start time."""
     import psutil
 
-    parent = psutil.Process(os.getppid())
-    name = f"shoal-{os.getuid()}-{parent.pid}-{parent.create_time():.0f}"
-    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
-    return f"file://{folder / name}"
+    launcher = psutil.Process(os.getppid())
+    for process in psutil.Process().parents():
+        launcher = process
+        try:
+            # Between the launcher and us may stand a shell script: a rank too, by its environment.
+            if rank_variable not in process.environ():
+                break
+        except psutil.Error:  # not ours to look at, so not started by us
+            break
+    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    return f"file://{folder / f'shoal-{os.getuid()}-{launcher.pid}-{launcher.create_time():.0f}'}"

@@ -1,18 +1,18 @@
 """The live processes, open: lone, real or fake."""
 
 import contextlib
-import datetime
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import ShoalError, WorldError
 from shoal.layout import Layout, check_world
 from shoal.mesh import Mesh
+from shoal.world.device import find_device
+from shoal.world.group import Limits, Opened, open_group
 from shoal.world.place import Place
-from shoal.world.rendezvous import fake_store, loopback, roll_call, span
+from shoal.world.roll import span
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,22 @@ class World:
     mesh: Mesh
     place: Place
     device: "torch.device"
-    backend: str | None = None
-    group: "dist.ProcessGroup | None" = None  # every rank; None when lone
-    side_group: "dist.ProcessGroup | None" = None  # for small sums, so that they never queue behind gradients
+    opened: Opened = field(default_factory=Opened)
+
+    @property
+    def backend(self) -> str | None:
+        """gloo, nccl, mpi, fake; None when lone."""
+        return self.opened.backend
+
+    @property
+    def group(self) -> "dist.ProcessGroup | None":
+        """Every rank; None when lone."""
+        return self.opened.group
+
+    @property
+    def side_group(self) -> "dist.ProcessGroup | None":
+        """Every rank, for small sums, so that they never queue behind gradients; None unless real."""
+        return self.opened.side_group
 
     @property
     def rank(self) -> int:
@@ -60,6 +73,8 @@ class World:
         device: str | None = None,
         backend: str | None = None,
         timeout_min: float = 10.0,
+        setup_min: float = 60.0,
+        rendezvous_s: float = 60.0,
     ) -> "Iterator[World]":
         """Open the world that a layout asks for, and close it whatever happens.
 
@@ -68,60 +83,59 @@ class World:
             kind: `fake` builds any size in this one process and computes nothing; else by the size.
             device: `cpu`, `cuda`; by default cuda where there is one.
             backend: gloo, nccl, mpi; by default the device's.
-            timeout_min: minutes that a collective may take.
+            timeout_min: minutes that a collective of the training may take.
+            setup_min: minutes that ranks wait for each other while they set up, when one may prepare data.
+            rendezvous_s: seconds that the processes may take to find each other.
 
         Raises:
             LayoutError: the layout does not fill the world that exists.
             WorldError: the processes do not find each other, a rank is there twice, no such device or backend.
         """
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        limits = Limits.of(timeout_min=timeout_min, setup_min=setup_min, rendezvous_s=rendezvous_s)
         if kind == "fake":
-            place = replace(place or Place(), size=layout.num_ranks, local_size=layout.num_ranks, source="flags")
+            size = layout.num_ranks
+            place = place or Place(size=size, local_size=size, source="flags")
         place = place or Place.find()
         check_world(layout, place.size)
-        kind = kind or ("lone" if place.size == 1 else "real")
+        kind = _kind(kind, place)
         world = World(
             kind=kind,
             layout=layout,
             mesh=Mesh.of(layout, ranks_per_node=place.local_size),
             place=place,
-            device=_device(device if kind != "fake" else "cpu", place),
+            device=find_device("cpu" if kind == "fake" else device, place),
         )
         if kind == "lone":
             yield world
             return
-        with _process_group(world, backend, timeout_min) as opened:
-            yield opened
+        with open_group(place, world.device, backend="fake" if kind == "fake" else backend, limits=limits) as opened:
+            yield replace(world, opened=opened)
 
     # -- collectives of set-up: text over tensors, never a pickle ------------------------------------------
 
     def gather_text(self, text: str) -> list[str]:
-        """The texts of all ranks, in rank order, on every rank."""
+        """The texts of all ranks, in rank order, on every rank.
+
+        Raises:
+            WorldError: naming the ranks that did not come within `setup_min`.
+        """
         if self.kind != "real":
             return [text] * self.size
         import torch
-        import torch.distributed as dist
 
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        lengths = [int(row[0]) for row in self.gather_floats([data.numel()])]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
-        padded[: data.numel()] = data
-        rows = padded.new_empty(self.size, padded.numel())
-        dist.all_gather(list(rows), padded, group=self.side_group)
-        return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
+        told = bytearray(text, "utf-8", "surrogatepass")  # a path may hold what is no text
+        lengths = [int(row) for row in self.opened.all_gather(torch.tensor([len(told)]))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        padded[: len(told)] = torch.tensor(told, dtype=torch.uint8)
+        rows = self.opened.all_gather(padded)
+        return [
+            row[:n].numpy().tobytes().decode("utf-8", "surrogatepass") for row, n in zip(rows, lengths, strict=True)
+        ]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """One row of figures per rank (the same number on each), in rank order, on every rank."""
-        if self.kind != "real":
-            return [list(values)] * self.size
-        import torch
-        import torch.distributed as dist
-
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        # Into a list of rows: the one-tensor form was renamed between torch 2.9 and 2.13.
-        rows = own.new_empty(self.size, own.numel())
-        dist.all_gather(list(rows), own, group=self.side_group)
-        return rows.tolist()
+        """The figures of every rank, in rank order, on every rank."""
+        return [json.loads(row) for row in self.gather_text(json.dumps(list(values)))]
 
     def broadcast_text(self, text: str) -> str:
         """What rank 0 says, on every rank: one decides, nobody looks twice."""
@@ -131,14 +145,17 @@ class World:
         """What `choose` returns on rank 0, on every rank; what it raises there stops every rank.
 
         Raises:
-            ShoalError: what rank 0 raised, elsewhere as a WorldError with the same words.
+            Exception: on rank 0 what `choose` raised; elsewhere a WorldError with the same words.
         """
-        told, raised = "", None
+        told = ""
+        raised: Exception | None = None
         if self.rank == 0:
             try:
                 told = "=" + choose()
             except ShoalError as error:
                 told, raised = f"!{error}", error
+            except Exception as error:  # raised again below, once the others are told
+                told, raised = f"!rank 0 failed: {type(error).__name__}: {error}", error
         told = self.broadcast_text(told)
         if raised is not None:
             raise raised
@@ -153,12 +170,13 @@ class World:
             WorldError: naming the fact that differs, with the value and the ranks of each side.
         """
         told = [json.loads(row) for row in self.gather_text(json.dumps(facts, default=str))]
-        for name in facts:
+        for name in {name: None for row in told for name in row}:
             sides: dict[str, list[int]] = {}
             for rank, row in enumerate(told):
-                sides.setdefault(str(row.get(name)), []).append(rank)
+                value = json.dumps(row[name], ensure_ascii=False, sort_keys=True) if name in row else "not stated"
+                sides.setdefault(value, []).append(rank)
             if len(sides) > 1:
-                shown = "; ".join(f"ranks {span(ranks)}: {value[:300]}" for value, ranks in sides.items())
+                shown = "; ".join(f"{_ranks(ranks)}: {value[:300]}" for value, ranks in sides.items())
                 raise WorldError(f"the ranks do not agree on {name} ({shown}).")
 
     def barrier(self) -> None:
@@ -171,61 +189,11 @@ class World:
         return None if self.kind == "fake" else values.tolist()
 
 
-def _device(name: str | None, place: Place) -> "torch.device":
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count()
-    if place.local_rank >= count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise WorldError(
-            f"local rank {place.local_rank} needs device cuda:{place.local_rank}, but this host shows {count} "
-            f"(CUDA_VISIBLE_DEVICES is {visible}). Start at most {count} ranks here, or add --device cpu."
-        )
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    return device
+def _kind(kind: Literal["lone", "real", "fake"] | None, place: Place) -> Literal["lone", "real", "fake"]:
+    if kind == "lone" and place.size > 1:
+        raise WorldError(f"a lone world is one process, and this is rank {place.rank} of {place.size}. Leave out kind.")
+    return kind or ("lone" if place.size == 1 else "real")
 
 
-@contextlib.contextmanager
-def _process_group(world: World, backend: str | None, timeout_min: float) -> Iterator[World]:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        raise WorldError("a process group is open in this process already; close it before World.open().")
-    backend = "fake" if world.kind == "fake" else backend or ("nccl" if world.device.type == "cuda" else "gloo")
-    _check_backend(backend)
-    timeout = datetime.timedelta(minutes=timeout_min)
-    store = fake_store() if world.kind == "fake" else roll_call(world.place)
-    with loopback(world.place, backend):
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-        try:
-            if dist.get_world_size() != world.size:
-                raise WorldError(f"asked for {world.size} processes, but {dist.get_world_size()} met.")
-            side_group = dist.new_group(timeout=timeout) if world.kind == "real" else None
-            yield replace(world, backend=backend, group=dist.group.WORLD, side_group=side_group)
-        finally:
-            dist.destroy_process_group()
-
-
-def _check_backend(backend: str) -> None:
-    import torch.distributed as dist
-
-    known = {
-        "gloo": dist.is_gloo_available,
-        "nccl": dist.is_nccl_available,
-        "mpi": dist.is_mpi_available,
-        "fake": lambda: True,
-    }
-    if backend not in known:
-        raise WorldError(f"unknown backend {backend!r}; known: gloo (CPU), nccl (CUDA), mpi.")
-    if not known[backend]():
-        hint = {
-            "mpi": "torch must be built from source with MPI for it. Under mpirun, gloo works: leave --backend out.",
-            "nccl": "this torch has no CUDA. On CPU: --device cpu.",
-        }.get(backend, "it is missing in this build of torch.")
-        raise WorldError(f"backend {backend} is not in this torch: {hint}")
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {span(ranks)}"

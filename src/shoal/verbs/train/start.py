@@ -1,20 +1,26 @@
 """Where the processes of `shoal train` come from: a launcher that is there already, or this machine."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import LaunchError
+from shoal.errors import CheckpointError, LaunchError, WorldError
 from shoal.folder import new_folder, newest_folder
 from shoal.layout import Layout, check_world
 from shoal.settings import Settings, TrainSettings, resolve
-from shoal.world import Place, World
+from shoal.world import Place, before_torch
 
 if TYPE_CHECKING:
     from shoal.job import Job
 
 STOPPED = 143  # 128 + SIGTERM: ended on request, with a checkpoint of the last step
+INTERRUPTED = 130  # Ctrl-C
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,126 +30,199 @@ class Trained:
     exit_code: int
     folder: Path
     figures: Mapping[str, float | None] = field(default_factory=dict)
+    error: str = ""  # of the rank that failed first
     speaks: bool = True  # False in the processes of a launcher that are not rank 0
 
 
-def train(job: "Job | str", layout: str = "lone", **settings: Any) -> Trained:
-    """Train a job on this machine, from a script, a notebook or `python -c`.
+def train(job: "Job | str", layout: Layout | str | None = None, **settings: Any) -> Trained:
+    """Train a job from a script, a notebook or `python -c`: on this machine, or in the world of a launcher.
 
     Args:
         job: a Job, or its name as on the command line.
+        layout: by default data parallelism over the processes there are: one, without a launcher.
         settings: as the flags of `shoal train`: steps, run, resume, save_every, log_every, keep, device, threads,
             timeout_min, tensorboard, set={"lr": "3e-4"}.
 
     Raises:
         ShoalError: what a person can mend, before any process starts.
         LaunchError: a process failed; the reason was shown.
+        KeyboardInterrupt: Ctrl-C; every process has ended.
     """
-    done = command(job, resolve(TrainSettings, flags={"layout": layout, **settings}))
+    before_torch()
+    told = None if layout is None else str(layout)
+    done = command(job, resolve(TrainSettings, flags={"layout": told, **settings}))
+    if done.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt
     if done.exit_code not in (0, STOPPED):
-        raise LaunchError(f"the training failed (exit code {done.exit_code}); the reason stands above.")
+        raise LaunchError(f"the training failed (exit code {done.exit_code}), first {done.error}")
     return done
 
 
-def command(job: "Job | str", settings: Settings[TrainSettings], *, quiet: bool = False) -> Trained:
-    """`shoal train`: join the world that a launcher made, or make one here."""
+def command(
+    job: "Job | str", settings: Settings[TrainSettings], *, quiet: bool = False, fresh: bool | None = None
+) -> Trained:
+    """`shoal train`: join the world that a launcher made, or make one here.
+
+    Args:
+        quiet: show nothing but failures.
+        fresh: start new interpreters instead of forks; by default where the device is a GPU.
+    """
     place = Place.find()
-    layout = _layout(settings, place)
-    start = _Start(job, layout=layout, settings=settings, quiet=quiet)
-    if place.size > 1:
-        check_world(layout, place.size, start.name)
-        code, folder = start.run_here(place, lambda: str(start.folder()))
-        return _done(code, folder, speaks=place.rank == 0)
-    folder = start.folder()
-    if layout.num_ranks == 1:
-        return _done(start.run_here(place, lambda: str(folder))[0], folder)
-    from shoal.launch import start as start_ranks
-    from shoal.launch import warm_up
-
-    warm_up()
-    import shoal.run  # noqa: F401  (once here, instead of once in every process)
-
-    outcome = start_ranks(
-        lambda place: start.run_here(place, lambda: str(folder))[0],
-        layout.num_ranks,
-        threads=settings.values.threads,
-        log_dir=folder / "logs",
+    joins = place.size > 1 or place.source == "torchrun"
+    layout, origin = _layout(settings, place if joins else None, _spelled(job))
+    layout.require_available()
+    settings = replace(
+        settings,
+        values=settings.values.model_copy(update={"layout": str(layout)}),
+        origin={**settings.origin, "layout": origin},
     )
-    return _done(outcome.exit_code, folder)
+    _check_resume(settings.values)
+    choose_folder = functools.partial(_choose_folder, job, settings.values)
+    if not joins and layout.num_ranks > 1:
+        return _start(job, settings, choose_folder, quiet=quiet, fresh=fresh)
+    from shoal.launch.warm import import_needed
+
+    import_needed(also=("shoal.run",))
+    from shoal.verbs.train.rank import build, train_here
+
+    code, folder = train_here(place, build(job, settings.values), settings, choose_folder, quiet=quiet)
+    return _done(code, folder, speaks=place.rank == 0)
 
 
-def _layout(settings: Settings[TrainSettings], place: Place) -> Layout:
-    """The layout asked for; without one, data parallelism over the processes there are."""
+def _start(
+    job: "Job | str",
+    settings: Settings[TrainSettings],
+    choose_folder: Callable[[], Path],
+    *,
+    quiet: bool,
+    fresh: bool | None,
+) -> Trained:
+    """Make the world here. What can be wrong with the job is found in this process, before there are others."""
+    from shoal.launch import start
+    from shoal.launch.machine import has_accelerator
+
     values = settings.values
-    num_ranks = place.size if place.size > 1 else values.nproc_per_node or 1
-    if settings.origin["layout"] == "default":
-        return Layout(dp=num_ranks)
+    if fresh is None:
+        fresh = (values.device or "cuda").startswith("cuda") and has_accelerator()
+    with _one_thread():
+        from shoal.verbs.train.rank import build, started
+
+        built = build(job, values)
+        told = _by_name(job, built, values) if fresh else built
+        folder = choose_folder()
+        outcome = start(
+            functools.partial(
+                started,
+                job=told,
+                values=values.model_dump(exclude_unset=True),
+                origin=dict(settings.origin),
+                folder=str(folder),
+                quiet=quiet,
+            ),
+            Layout.parse(values.layout).num_ranks,
+            threads=values.threads,
+            log_dir=folder / "logs",
+            show="none" if quiet else "rank0",
+            fresh=fresh,
+        )
+    error = f"rank {outcome.failures[0].rank}: {outcome.failures[0].error}" if outcome.failures else ""
+    return replace(_done(outcome.exit_code, folder), error=error)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """This process can fork ranks; afterwards it has its threads back, since a notebook goes on."""
+    from shoal.launch import warm_up
+    from shoal.launch.machine import default_threads
+
+    loaded = sys.modules.get("torch")
+    before = loaded.get_num_threads() if loaded else default_threads(1)
+    warm_up(also=("shoal.run",))
+    try:
+        yield
+    finally:
+        sys.modules["torch"].set_num_threads(before)
+
+
+def _layout(settings: Settings[TrainSettings], there: Place | None, job: str) -> tuple[Layout, str]:
+    """The layout that runs, and who said so; without one, data parallelism over the processes there are."""
+    values, origin = settings.values, settings.origin
+    if there is not None and values.nproc_per_node not in (None, there.local_size):
+        raise WorldError(
+            f"{origin['nproc_per_node']} says {values.nproc_per_node} processes, but {there.source} has started "
+            f"{there.local_size} on this node already. Leave it out."
+        )
+    size = there.size if there is not None else values.nproc_per_node
+    if origin["layout"] == "default":
+        who = f"{there.source}, {there.size} processes" if there is not None else origin["nproc_per_node"]
+        return Layout(dp=size or 1), who
     layout = Layout.parse(values.layout)
-    if values.nproc_per_node is not None and place.size == 1:
-        check_world(layout, values.nproc_per_node)
-    return layout
+    if size is not None:
+        check_world(layout, size, job)
+    return layout, origin["layout"]
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What is to be trained, and how each process sets about it."""
+def _check_resume(values: TrainSettings) -> None:
+    if values.resume not in ("auto", "never") and not Path(values.resume).is_dir():
+        raise CheckpointError(f"--resume {values.resume}: it is auto, never, or the folder of a run; there is no such.")
 
-    job: "Job | str"
-    layout: Layout
-    settings: Settings[TrainSettings]
-    quiet: bool
 
-    @property
-    def name(self) -> str:
-        """`digits`, `jobs/mine.py` -> mine, `jobs/mine.py:Big` -> big: the name of the run's folder."""
-        if not isinstance(self.job, str):
-            return type(self.job).__name__.lower()
-        place, _, name = self.job.partition(":")
-        return name.lower() if name else Path(place).stem
+def _spelled(job: "Job | str") -> str:
+    return job if isinstance(job, str) else "job.py"
 
-    def folder(self) -> Path:
-        """The run's folder, made where it is new."""
-        values = self.settings.values
-        base = Path("runs") / self.name
+
+def _name(job: "Job | str") -> str:
+    """`digits`, `jobs/mine.py` -> mine, `jobs/mine.py:Big` -> big: the name of the run's folder."""
+    if not isinstance(job, str):
+        return type(job).__name__.lower()
+    place, _, name = job.partition(":")
+    return name.lower() or Path(place).stem
+
+
+def _choose_folder(job: "Job | str", values: TrainSettings) -> Path:
+    """The run's folder, made where it is new."""
+    base = Path("runs") / _name(job)
+    try:
         if values.run is not None:
             Path(values.run).mkdir(parents=True, exist_ok=True)
             return Path(values.run)
         found = newest_folder(base) if values.resume == "auto" else None
         return found or new_folder(base)
+    except OSError as error:
+        raise CheckpointError(
+            f"the run folder {values.run or base} cannot be made: {error.strerror}. Choose another: --run DIR"
+        ) from error
 
-    def run_here(self, place: Place, choose_folder: Callable[[], str]) -> tuple[int, Path]:
-        """One process: open the world, build the job, walk the loop."""
-        import torch
 
-        from shoal.verbs.train.loop import run_job
+def _by_name(job: "Job | str", built: "Job", values: TrainSettings) -> dict[str, Any]:
+    """How a fresh process, which shares no memory with this one, makes the same job again.
 
-        values = self.settings.values
-        if values.threads is not None:
-            torch.set_num_threads(values.threads)
-        with World.open(self.layout, place=place, device=values.device, timeout_min=values.timeout_min) as world:
-            folder = Path(world.decide(choose_folder))
-            if world.rank == 0 and not self.quiet:
-                print(self.settings.table(), flush=True)
-            run = run_job(
-                self._build(),
-                world,
-                folder=folder,
-                facts={"settings": self.settings.rows()},
-                resume=values.resume,
-                save_every=values.save_every,
-                log_every=values.log_every,
-                keep=values.keep,
-                tensorboard=values.tensorboard,
-                quiet=self.quiet,
-            )
-        return (STOPPED if run.stopped else 0), folder
+    Raises:
+        LaunchError: it cannot, and why.
+    """
+    from shoal.errors import JobError
+    from shoal.verbs.train.rank import fields_of, rebuild
 
-    def _build(self) -> "Job":
-        from shoal.job import load_job, with_fields
-
-        values = self.settings.values
-        fields = {**values.set, **({} if values.steps is None else {"steps": values.steps})}
-        return load_job(self.job, fields) if isinstance(self.job, str) else with_fields(self.job, fields)
+    if isinstance(job, str):
+        return {"name": job, "fields": fields_of(values)}
+    cls = type(built)
+    fields = {f.name: getattr(built, f.name) for f in dataclasses.fields(built) if f.init}
+    why = ""
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        why = f"{cls.__qualname__} is defined in {cls.__module__}, in a function or in a notebook"
+    else:
+        told = {"name": f"{cls.__module__}:{cls.__qualname__}", "fields": fields}
+        try:
+            copy: dict[str, Any] = json.loads(json.dumps(told))
+            if rebuild(copy) == built:
+                return copy
+            why = "rebuilt from its fields it is another one"
+        except (TypeError, ValueError, JobError) as error:
+            why = str(error)
+    raise LaunchError(
+        f"on a GPU each process is a new interpreter, which imports the job by name, and this one cannot be: {why}. "
+        f"Put it in a file and name that: shoal.train('jobs/mine.py:{cls.__name__}', ...)"
+    )
 
 
 def _done(exit_code: int, folder: Path, *, speaks: bool = True) -> Trained:
