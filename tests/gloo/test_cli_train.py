@@ -215,9 +215,8 @@ def test_lone_and_dp2_are_the_same_training(folder: Path, expected: list[float])
 
 def torchrun(*words: str, folder: Path) -> subprocess.Popen[bytes]:
     launcher = [sys.executable, "-m", "torch.distributed.run"]
-    return subprocess.Popen(
-        [*launcher, *words], cwd=folder, stdout=(folder / "out").open("ab"), stderr=subprocess.STDOUT
-    )
+    with (folder / "out").open("ab") as out:
+        return subprocess.Popen([*launcher, *words], cwd=folder, stdout=out, stderr=subprocess.STDOUT)
 
 
 def free_port() -> int:

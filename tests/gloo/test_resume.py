@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from trainings import Record, assert_same_training, checkpoint_steps, record
 
+from shoal.checkpoint import Writer
 from shoal.errors import CheckpointError, ShoalError
 
 STEPS = 10  # of 4 per epoch, so that steps 4 and 8 end an epoch with a ragged batch
@@ -167,12 +168,12 @@ def test_only_the_last_ones_are_kept(tmp_path):
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path):
-    def second_run(run):
-        if run.step == 1:
-            with pytest.raises(ShoalError, match="being written by another process"):
-                record(jobs.Points, "dp2", folder=tmp_path, resume="auto")
-
-    record(jobs.Points, folder=tmp_path, on_step=second_run)
+    (tmp_path / "checkpoints").mkdir()
+    held = Writer(tmp_path / "checkpoints")
+    with pytest.raises(ShoalError, match="being written by another process"):
+        record(jobs.Points, "dp2", folder=tmp_path, resume="auto")
+    held.close()
+    record(jobs.Points, "dp2", folder=tmp_path, resume="auto")
     assert checkpoint_steps(tmp_path) == [5]
 
 
