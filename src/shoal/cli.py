@@ -44,7 +44,10 @@ def train(
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: lr=3e-4 (repeatable).")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with these settings and a table [set].")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, over the job's own.")] = None,
-    run: Annotated[str | None, typer.Option(help="The run's folder; by default runs/JOB.")] = None,
+    # torchrun takes the first spelling for one of its own flags, even behind `-m shoal`.
+    run: Annotated[
+        str | None, typer.Option("--run", "--run-dir", help="The run's folder; by default runs/JOB.")
+    ] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or the folder of another run.")] = None,
     save_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; there is always one at the end.")

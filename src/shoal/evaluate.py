@@ -17,10 +17,10 @@ from shoal.world import World
 def evaluate(job: Job, model: nn.Module, data: Shared, world: World) -> dict[str, Tensor]:
     """`loss` and the job's metrics over a dataset, equal on every rank and to one process.
 
-    The model is in evaluation mode and returns to the mode it had; no gradient, no collective inside it, so a
+    The model is in evaluation mode and each module returns to the mode it had; no gradient, no collective inside it, so a
     rank without samples simply waits at the end.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     forward = Forward(job, model, world)
     seed_everything(job.seed, "evaluation", world.data_rank)
     model.eval()
@@ -34,7 +34,8 @@ def evaluate(job: Job, model: nn.Module, data: Shared, world: World) -> dict[str
                         wide = Sum(figure.value.detach().double(), _float(figure.count))
                         sums[name] = sums[name] + wide if name in sums else wide
     finally:
-        model.train(was_training)
+        for module, was_training in modes:  # one by one: a norm that the job froze stays frozen
+            module.training = was_training
     return {name: total.mean() for name, total in _add_over_ranks(sums, world).items()}
 
 

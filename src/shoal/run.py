@@ -302,6 +302,8 @@ def _build_model(job: Job, world: World) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(f"{type(job).__name__}.model() returned {type(model).__name__}, not a torch.nn.Module.")
     check_replicable(model)
+    if not model.training:
+        model.train()  # as a whole in evaluation mode, as loaded weights often are; a part that is, is meant so
     model = model.to(world.device, torch.float64 if job.precision == "fp64" else None)
     check_same_model(model, world)
     return model

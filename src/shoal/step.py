@@ -146,7 +146,6 @@ class Step:
             NumericsError: the loss or a gradient is not finite, and the job says to stop. Weights are untouched.
         """
         seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
-        self._model.train()
         self._optimizer.zero_grad(set_to_none=True)
         own, totals = self._forward_backward(batch, stop)
         return self._update(batch, own, totals)

@@ -442,7 +442,7 @@ def limited(words: str, folder: Path, num_bytes: int) -> Done:
 
 @pytest.mark.parametrize("layout", ["lone", "dp2"])
 def test_a_full_disk_keeps_the_old_checkpoint_and_is_told(layout: str, folder: Path) -> None:
-    words = f"train mine.py --layout {layout} --set width=64 --run here"
+    words = f"train mine.py --layout {layout} --set width=2000 --run here"
     well(run(f"{words} --steps 2", folder))
     (data,) = (folder / "here").glob("checkpoints/step_*/*.safetensors")
     done = limited(f"{words} --steps 5 --save-every 1 --resume auto", folder, data.stat().st_size // 2)
@@ -495,7 +495,7 @@ def test_sigterm_saves_and_ends_with_143_and_the_run_goes_on_bit_equal(layout: s
 
 
 def test_sigterm_to_torchrun_saves_too(folder: Path) -> None:
-    words = f"-m shoal train mine.py --steps {ENDLESS} --run here --log-every 1"
+    words = f"-m shoal train mine.py --steps {ENDLESS} --run-dir here --log-every 1"  # torchrun trips over --run
     process = torchrun("--standalone", "--nproc-per-node", "2", *words.split(), folder=folder)
     end = time.monotonic() + 60
     while not (folder / "here/metrics.jsonl").exists() and process.poll() is None and time.monotonic() < end:

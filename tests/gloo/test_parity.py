@@ -137,3 +137,22 @@ def test_replicas_draw_different_dropout_streams_and_a_rerun_draws_the_same():
     assert first == second
     (lone,) = record(job)
     assert lone.losses[0] != first[0][0]
+
+
+@pytest.mark.parametrize("layout", ["lone", "dp2"])
+def test_a_norm_that_the_job_froze_stays_frozen_also_after_an_evaluation(layout):
+    class Frozen(jobs.Normed):
+        def model(self):
+            model = super().model()
+            model[1].eval()
+            return model
+
+    def evaluate_first(run):
+        if run.step == 2:
+            run.evaluate()
+        assert not run.model[1].training
+        assert run.model[0].training
+
+    (reference,) = record(Frozen, on_step=evaluate_first)
+    assert int(reference.state["1.num_batches_tracked"]) == 0
+    assert_same_training(record(Frozen, layout, on_step=evaluate_first), reference)
