@@ -184,12 +184,12 @@ def test_a_rank_that_cannot_see_the_checkpoint_stops_all(tmp_path):
     class Points(jobs.Points):  # the same identity
         def scheduler(self, optimizer):
             if torch.distributed.get_rank() == 1:
-                import shoal.run
+                import shoal.run.run
 
                 def gone(path):
                     raise CheckpointError(f"no checkpoint at {path}.")
 
-                shoal.run.read = gone
+                shoal.run.run.read = gone
             return
 
     with pytest.raises(CheckpointError, match=r"rank 1 cannot read the checkpoint.*every host sees it"):

@@ -37,7 +37,7 @@ _MARGIN_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """What a person needs to know to read a checkpoint years later."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("shoal", "numpy"):
@@ -54,7 +54,7 @@ def new_header(step: int, job: Mapping[str, Any], layout: str) -> Manifest:
     Raises:
         CheckpointError: a value in `job` that is not plain.
     """
-    header = Manifest(step=step, layout=layout, job=dict(job), versions=_versions())
+    header = Manifest(step=step, layout=layout, job=dict(job), versions=versions())
     header.to_bytes()
     return header
 

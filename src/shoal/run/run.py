@@ -1,4 +1,4 @@
-"""assemble(job, world) -> Run: the one set-up behind every verb, and the iterator that the user's loop walks."""
+"""A job assembled on a world: the iterator that the user's loop walks, and what happens around each step."""
 
 import contextlib
 import signal
@@ -6,35 +6,24 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch import nn
 
-from shoal.agreement import (
-    check_first_step,
-    check_optimizer,
-    check_replicas,
-    check_same_model,
-    fingerprint,
-    fingerprints,
-)
-from shoal.checkpoint import Checkpoint, Writer, identity_difference, newest_good, read
-from shoal.checkpoint.pack import pack
+from shoal.agreement import check_first_step, check_replicas, fingerprints
+from shoal.checkpoint import Checkpoint, Writer, identity_difference, read
 from shoal.checkpoint.state import capture, restore
-from shoal.checkpoint.write import _versions
-from shoal.data import Shared, share
-from shoal.errors import CheckpointError, JobError
+from shoal.checkpoint.write import versions
+from shoal.data import RankBatch, Shared
+from shoal.errors import CheckpointError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
-from shoal.job import Job, Params, Scheduler, check_job, identity
+from shoal.job import Job, identity
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
-from shoal.parallel.place import place, placement_of
-from shoal.parallel.replicate import check_replicable
-from shoal.step import Step, StepResult, seed_everything, use_fused
+from shoal.parallel.place import placement_of
+from shoal.step import Step, StepResult
 from shoal.world import World
 
 
@@ -67,7 +56,7 @@ class Run:
                     batch = next(batches)
                 yield lambda batch=batch: self._one(batch, stop_asked.is_set())  # type: ignore[misc]
 
-    def _one(self, batch: Any, stop: bool) -> StepResult:
+    def _one(self, batch: RankBatch, stop: bool) -> StepResult:
         first = not self.recorder.has_run
         before = fingerprints(self.model) if first else {}
         with self.recorder.step(batch):
@@ -151,7 +140,7 @@ class Run:
                         "device": str(self.world.device),
                     },
                     "ledger": self.ledger.as_dict(),
-                    "versions": _versions(),
+                    "versions": versions(),
                     **(facts or {}),
                 }
             )
@@ -224,175 +213,6 @@ class Run:
                 "A run folder must lie where every host sees it, at the same path."
             )
         return checkpoint
-
-
-def assemble(
-    job: Job,
-    world: World,
-    *,
-    folder: Path | str | None = None,
-    resume: Literal["auto", "never"] | Path | str = "never",
-    save_every: int | None = None,
-    log_every: int | None = None,
-    keep: int = 3,
-    tensorboard: bool = False,
-    quiet: bool = False,
-) -> Run:
-    """Everything between a job and its first step, in the one right order; collective.
-
-    Args:
-        folder: the run's folder (checkpoints, metrics, logs); none is written without it.
-        resume: `auto` takes the newest good checkpoint of the folder; a path, that of another run.
-        save_every: steps between checkpoints, besides the one at the end.
-        log_every: steps between logged ones; 1 in short runs.
-        keep: checkpoints to keep.
-        tensorboard: write TensorBoard's files too.
-        quiet: show nothing.
-
-    Raises:
-        ShoalError: whatever cannot obey the law, before the first step.
-    """
-    check_job(job)
-    world.layout.require_available()
-    world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
-    model = _build_model(job, world)
-    data, evaluation, tokens = _build_data(job, world)
-    _check_evaluation(model, evaluation, world)
-    place(model, world, batch_norm=job.batch_norm)
-    optimizer, scheduler = _build_optimizer(job, model)
-    run_folder = RunFolder(Path(folder)) if folder is not None else None
-    ledger = Ledger.of(job, world, data, lr=float(optimizer.param_groups[0]["lr"]), tokens_per_sample=tokens)
-    run = Run(
-        job=job,
-        world=world,
-        model=model,
-        optimizer=optimizer,
-        data=data,
-        evaluation=evaluation,
-        ledger=ledger,
-        recorder=Recorder(
-            job,
-            world,
-            folder=None if run_folder is None else run_folder.path,
-            log_every=log_every,
-            tokens=tokens is not None,
-            tensorboard=tensorboard,
-            quiet=quiet,
-        ),
-        folder=run_folder,
-        save_every=save_every,
-        _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler),
-    )
-    left_out = check_optimizer(optimizer, model)
-    if left_out:
-        run.say(f"not in the optimizer, so never updated: {', '.join(left_out[:5])}")
-    pack(run._state())  # what cannot be stored is said now, not at the first save
-    path = world.decide(lambda: _enter_folder(run, resume, keep))
-    if path:
-        run._resume(Path(path))
-    run.recorder.start(run.step)
-    return run
-
-
-def _build_model(job: Job, world: World) -> nn.Module:
-    """The model as one process would build it: the same seed, then the same draws, on every rank."""
-    seed_everything(job.seed)
-    torch.manual_seed(job.seed)
-    model = job.model()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"{type(job).__name__}.model() returned {type(model).__name__}, not a torch.nn.Module.")
-    check_replicable(model)
-    if not model.training:
-        model.train()  # as a whole in evaluation mode, as loaded weights often are; a part that is, is meant so
-    model = model.to(world.device, torch.float64 if job.precision == "fp64" else None)
-    check_same_model(model, world)
-    return model
-
-
-def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | None]:
-    seed_everything(job.seed, "data")
-    options: dict[str, Any] = {
-        "batch_size": job.batch_size,
-        "seed": job.seed,
-        "collate": job.collate,
-        "num_workers": world.layout.workers,
-    }
-    dataset = job.data()
-    data = share(dataset, world, micro=world.layout.micro, **options)
-    tokens, sample = _first_sample(job, dataset)
-    held_out = job.evaluation()
-    evaluation = None if held_out is None else share(held_out, world, shuffle=False, epochs=1, **options)
-    # A data set that a rank has cut, split or drawn by itself would be cut a second time.
-    world.agree(
-        {
-            "the length of the data": data.num_samples,
-            "the data": data.fingerprint(),
-            "the first sample of the data": sample,
-            "the length of the evaluation data": evaluation and evaluation.num_samples,
-        }
-    )
-    return data, evaluation, tokens
-
-
-def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World) -> None:
-    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
-    without = [name for name, norm in norms.items() if norm.running_mean is None]
-    if without and evaluation is not None and world.num_data > 1:
-        raise JobError(
-            f"{without[0]} keeps no running statistics (track_running_stats=False), so evaluation normalises each "
-            "batch by itself, and its result would depend on how many ranks share it. Keep running statistics, or "
-            "leave Job.evaluation() out."
-        )
-
-
-def _first_sample(job: Job, dataset: Any) -> tuple[int | None, str]:
-    """Tokens per sample (None: the input is no row of token ids), and a fingerprint of the first sample."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return None, ""  # a stream: reading from it might use it up
-    seed_everything(job.seed, "first sample")
-    sample = dataset[0]
-    leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    row = sample[0] if isinstance(sample, tuple | list) else sample
-    is_tokens = isinstance(row, Tensor) and row.dim() == 1 and row.dtype in (torch.int32, torch.int64)
-    return (row.numel() if is_tokens else None), " ".join(map(fingerprint, leaves))
-
-
-def _build_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Scheduler | None]:
-    seed_everything(job.seed, "optimizer")
-    params = Params(dict(model.named_parameters()))
-    if not any(param.requires_grad for param in params):
-        raise JobError(f"{type(job).__name__}.model() has no trainable parameter: nothing would be trained.")
-    optimizer = job.optimizer(params)
-    check_optimizer(optimizer, model)
-    use_fused(optimizer)
-    return optimizer, job.scheduler(optimizer)
-
-
-def _enter_folder(run: Run, resume: str | Path, keep: int) -> str:
-    """Rank 0 takes the folder for itself, and decides where to go on: a checkpoint's path, or empty for a start."""
-    folder = None
-    if run.folder is not None:
-        run.folder.make()
-        run._writer = Writer(run.folder.checkpoints, keep=keep)
-        folder = run.folder.checkpoints
-    if resume == "never":
-        if folder and any(folder.glob("step_*")):
-            raise CheckpointError(
-                f"{folder} already holds checkpoints, which a fresh run would mix with its own. Go on with "
-                "--resume auto, or choose another folder: --run runs/other"
-            )
-        return ""
-    if resume == "auto":
-        if folder is None:
-            raise CheckpointError("resume='auto' needs a run folder to look in: assemble(..., folder='runs/mine').")
-        found, skipped = newest_good(folder)
-    else:
-        found, skipped = newest_good(Path(resume))
-        if found is None:
-            raise CheckpointError(f"no good checkpoint in {resume}." + "".join(f"\n  {why}" for why in skipped))
-    for why in skipped:
-        run.say(f"left out: {why}")
-    return "" if found is None else str(found.path)
 
 
 @contextlib.contextmanager
