@@ -275,7 +275,8 @@ def test_a_notebook_trains_a_class_of_its_own_again_and_again(folder: Path, expe
     """Cells run in a thread here, and the class lives in __main__, of which there is no file."""
     cells = (
         textwrap.dedent(JOB),
-        "import shoal; first = shoal.train(Mine(), 'dp2', device='cpu')",
+        "import shoal; torch.set_num_threads(3); first = shoal.train(Mine(), 'dp2', device='cpu')",
+        "threads_left = torch.get_num_threads(); torch.set_num_threads(1)",
         "second = shoal.train(Mine(), set={'lr': '0.2'}, device='cpu')",
         "third = shoal.train(Mine(), 'dp2', device='cpu')",
     )
@@ -285,10 +286,10 @@ def test_a_notebook_trains_a_class_of_its_own_again_and_again(folder: Path, expe
         shell = threading.Thread(target=lambda: [exec(cell, main.__dict__) for cell in cells])
         shell.start()
         shell.join()
-        print(main.first.folder, main.second.folder, main.third.folder)
+        print(main.threads_left, main.first.folder, main.second.folder, main.third.folder)
 
     done = well(fork(notebook, folder).wait())
-    assert done.out.splitlines()[-1] == "runs/mine runs/mine-2 runs/mine-3"
+    assert done.out.splitlines()[-1] == "3 runs/mine runs/mine-2 runs/mine-3"
     assert losses(folder / "runs/mine") == losses(folder / "runs/mine-3") == expected
     assert losses(folder / "runs/mine-2")[-1] != pytest.approx(expected[-1], rel=1e-3)
 
@@ -313,7 +314,11 @@ class Unspeakable(jobs.Points):
     thing: object = object
 
 
-def test_a_job_that_fresh_processes_cannot_import_is_refused_with_the_reason(folder: Path) -> None:
+def test_a_job_that_fresh_processes_cannot_import_is_refused_with_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
     @dataclass(frozen=True, kw_only=True)
     class Local(jobs.Points):
         pass
@@ -325,6 +330,8 @@ def test_a_job_that_fresh_processes_cannot_import_is_refused_with_the_reason(fol
             fresh(Local())()
         with pytest.raises(LaunchError, match="JSON serializable"):
             fresh(Unspeakable())()
+        with pytest.raises(LaunchError, match="rebuilt from its fields it is another one"):
+            fresh(Unspeakable(thing=(1, 2)))()  # JSON has lists alone
         assert not (folder / "runs").exists()
 
 

@@ -1,10 +1,12 @@
 """A job is named, built from text, checked and told apart from others; every slip is a lesson."""
 
+import json
 import math
 import pickle
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +50,12 @@ BIG = MINE.replace("Mine", "Big").replace("0.1", "0.2")
 
 
 @pytest.fixture(autouse=True)
-def _leave_no_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _leave_no_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and "pytest-of" in str(sys.modules[name].__file__):
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -211,6 +213,23 @@ def test_a_file_is_read_again_once_it_has_changed(tmp_path: Path) -> None:
     assert type(load_job(str(path))) is type(first)
     write(path, HEAD, MINE.replace("int = 3", "int = 4"))
     assert load_job(str(path)).batch_size == 4
+
+
+def test_a_folder_of_the_same_name_and_a_later_start_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    path = write(tmp_path / "jobs" / "mine.py", HEAD, MINE)
+    names = [type(load_job(str(path))).__module__ for _ in range(2)]
+    assert names == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("name", ["sys.py", "__main__.py"])
+def test_a_built_in_module_is_not_replaced(tmp_path: Path, name: str) -> None:
+    before = dict(sys.modules)
+    assert load_job(str(write(tmp_path / name, HEAD, MINE))).steps == 2
+    assert all(sys.modules[module] is before[module] for module in ("sys", "__main__"))
 
 
 def test_a_file_on_the_import_path_keeps_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,10 +435,12 @@ def test_the_identity_is_the_same_in_another_process_and_fits_json(tmp_path: Pat
         "print(json.dumps(identity(load_job(sys.argv[1])), sort_keys=True))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    import json
-
-    assert json.loads(done.stdout) == identity(load_job(str(path)))
-    assert json.loads(done.stdout)["function"] == "mine.double"
+    found = json.loads(done.stdout)
+    assert found == identity(load_job(str(path)))
+    assert [found[name] for name in ("thing", "function", "cls")] == ["mine:Thing object", "mine:double", "mine:Thing"]
+    sys.modules["mine"] = types.ModuleType("mine")  # another one: the file is loaded under another name
+    assert found == identity(load_job(str(path)))
+    del sys.modules["mine"]
 
 
 # --- helpers

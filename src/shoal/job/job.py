@@ -165,18 +165,25 @@ def _is_whole(value: object) -> bool:
 
 def identity(job: Job) -> dict[str, Any]:
     """What makes two trainings the same one: the class and every value, but not how far to go (`steps`)."""
-    source = sys.modules.get(type(job).__module__)
-    module = Path(getattr(source, "__file__", None) or type(job).__module__).stem
     fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job) if f.name != "steps"}
-    return {"job": f"{module}:{type(job).__qualname__}", **{name: _plain(value) for name, value in fields.items()}}
+    return {"job": _named(type(job)), **{name: _plain(value) for name, value in fields.items()}}
+
+
+def _named(thing: Any) -> str:
+    """`file:Name` of a class or a function: the same whether its file is run, imported or named as a job."""
+    source = sys.modules.get(thing.__module__)
+    return f"{Path(getattr(source, '__file__', None) or thing.__module__).stem}:{thing.__qualname__}"
 
 
 def _plain(value: Any) -> Any:
     """A value of the identity: the same in another process, so never with an address in memory."""
     if isinstance(value, int | float | str | None):
         return value
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type | types.FunctionType):
+        return _named(value)
+    own_words: object = type(value).__repr__
+    if own_words is object.__repr__:
+        return f"{_named(type(value))} object"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 

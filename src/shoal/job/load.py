@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,13 +86,17 @@ def _load_file(path: Path) -> ModuleType:
 def _module_name(path: Path) -> str:
     """The file's own name, unless a real module has it: a job file `random.py` must not replace that."""
     name = re.sub(r"\W", "_", path.stem)
+    for loaded in (name, f"job_{name}"):
+        if loaded in sys.modules and _file_of(sys.modules[loaded]) == path:
+            return loaded
     taken = sys.modules.get(name) or importlib.util.find_spec(name)
-    return name if taken is None or _file_of(taken) == path else f"job_{name}"
+    is_free = taken is None or _file_of(taken) in (path, None)  # a mere folder of that name has no file
+    return name if is_free else f"job_{name}"
 
 
 def _file_of(module: Any) -> Path | None:
-    """Where a module, or the spec of one, comes from."""
-    file = getattr(module, "__file__", None) or getattr(module, "origin", None)
+    """Where a module, or the spec of one, comes from; a built-in module comes from no path that exists."""
+    file = module.origin if isinstance(module, ModuleSpec) else getattr(module, "__file__", None) or "built in"
     return Path(file).resolve() if file else None
 
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shoal.launch.fork import die_with
 from shoal.launch.named import find
-from shoal.launch.rank import Seat, Work, die_with, run
+from shoal.launch.rank import Seat, Work, run
 from shoal.world import Place
 
 

@@ -11,13 +11,13 @@ import sys
 import tempfile
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
 from shoal.errors import LaunchError
+from shoal.launch.fork import fork_quietly
 from shoal.launch.machine import default_threads, has_accelerator, num_memory_kills
 from shoal.launch.named import Named, name_of, spec
 from shoal.launch.outcome import Outcome
@@ -107,7 +107,10 @@ def run_script(
         check_script(Path(script))
     work = functools.partial(run_as_main, target=str(script), arguments=list(args), is_module=module)
     run_id = uuid.uuid4().hex[:12]
-    with _private_folder() as private, meeting_point() as (port, listener, serve):
+    fresh = has_accelerator() if fresh is None else fresh
+    if not fresh:
+        import_needed()  # before the store's process is forked, or that one imports torch a second time
+    with _private_folder() as private, meeting_point() as port:
         plan = _Plan(
             work=work,
             num_ranks=num_ranks,
@@ -115,11 +118,9 @@ def run_script(
             log_dir=log_dir,
             private=private,
             show=show,
-            fresh=has_accelerator() if fresh is None else fresh,
+            fresh=fresh,
             rendezvous="env://",
             variables=lambda place: torchrun_variables(place, port, run_id),
-            listeners=(listener,),
-            after_start=serve,
         )
         return _launch(plan, grace_s=grace_s, screen=screen)
 
@@ -135,8 +136,6 @@ class _Plan:
     fresh: bool
     rendezvous: str
     variables: Callable[[Place], dict[str, str]]
-    listeners: tuple[int, ...] = ()  # file descriptors that ranks must not keep
-    after_start: Callable[[], None] = lambda: None
     ranks: list[Rank] = field(default_factory=list)
 
     def check(self) -> None:
@@ -182,7 +181,6 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
         try:
             for rank in range(plan.num_ranks):
                 plan.ranks.append(_begin(plan, rank, threads, named))
-            plan.after_start()
             supervise(plan.ranks, asked, grace_s=grace_s)
         finally:
             end_all(plan.ranks)
@@ -228,7 +226,7 @@ def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
         if named is not None:
             pid, poll = _begin_fresh(seat, named)
         else:
-            closing = (read_end, *plan.listeners, *(earlier.reports for earlier in plan.ranks))
+            closing = (read_end, *(earlier.reports for earlier in plan.ranks))
             pid, poll = _fork(plan.work, seat, closing)
     except BaseException:
         os.close(read_end)
@@ -250,10 +248,7 @@ def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
 def _fork(work: Work, seat: Seat, closing: tuple[int, ...]) -> tuple[int, Callable[[], int | None]]:
     # multiprocessing knows what a forked child must forget of its parent's; with fork it pickles nothing.
     process = multiprocessing.get_context("fork").Process(target=_forked, args=(work, seat, closing))
-    with warnings.catch_warnings(), _signals_held_back():
-        # Python 3.12 warns of any fork beside threads; `warm.py` says which of them matter here.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork.*")
-        process.start()
+    fork_quietly(process)
     assert process.pid is not None
 
     def collect() -> int | None:
@@ -270,16 +265,6 @@ def _forked(work: Work, seat: Seat, closing: tuple[int, ...]) -> None:
     code = run(work, seat)
     end_forked()
     sys.exit(code)
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Between fork and its own handlers, a child must not take a signal with the parent's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin_fresh(seat: Seat, named: Named) -> tuple[int, Callable[[], int | None]]:

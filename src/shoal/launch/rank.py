@@ -2,24 +2,22 @@
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import io
 import json
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.launch.fork import leave_parent
 from shoal.launch.outcome import FAILED, INTERRUPTED, MISTAKE
 from shoal.launch.output import Show, log_only, open_output
 from shoal.launch.trace import describe, print_whole
@@ -28,7 +26,6 @@ from shoal.world import Place
 Work = Callable[[Place], int | None]
 
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write where it is into its log
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +43,10 @@ class Seat:
 
 
 def take_forked_seat(seat: Seat, others: tuple[int, ...]) -> None:
-    """Leave the parent behind in a forked process: its group, signals, handlers, threads and files."""
-    os.setsid()
-    die_with(seat.parent)
-    _default_signals()
+    """Leave the parent behind in a forked process, with its files."""
+    leave_parent(seat.parent)
     for fd in others:
         os.close(fd)
-    _own_exit_handlers()
     gc.freeze()  # what came from the parent stays shared, page by page
     _set_threads(seat.threads)
 
@@ -137,63 +131,6 @@ def _flush_files() -> None:
         if issubclass(type(found), io.IOBase):  # by type: some objects answer isinstance with side effects
             with contextlib.suppress(ValueError, OSError):  # closed, or detached, or gone
                 found.flush()
-
-
-def die_with(parent: int) -> None:
-    """End this process, and what it forks, when the parent ends; also when the parent is killed."""
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-        _ask_kernel(prctl, parent)
-        _ask_for_forks(prctl)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-
-
-def _ask_kernel(prctl: Callable[..., int], parent: int) -> None:
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _ask_for_forks(prctl: Callable[..., int]) -> None:
-    """Loader workers of this rank end with it.
-
-    The kernel means the *thread* that forked: a process forked by a passing thread is left alone, since it would
-    be killed when that thread ends.
-    """
-    forking = {"pid": 0}
-
-    def before() -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        forking["pid"] = os.getpid() if is_main else 0
-
-    def after() -> None:
-        if forking["pid"]:
-            _ask_kernel(prctl, forking["pid"])
-
-    os.register_at_fork(before=before, after_in_child=after)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _default_signals() -> None:
-    signal.set_wakeup_fd(-1)  # an event loop of the parent's must not hear of our signals
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _own_exit_handlers() -> None:
-    """Forget what the parent wanted done at its own end; multiprocessing has done the same for its part."""
-    atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # no public way to forget them
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers anew
-    atexit.register(logging.shutdown)
 
 
 def _set_threads(threads: int) -> None:

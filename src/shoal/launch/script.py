@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError, nearest
+from shoal.launch.fork import fork_quietly, leave_parent
 from shoal.world import Place
 
 # What other launchers say of one process: of no use, and a lie, in the processes that are started here.
@@ -120,23 +123,31 @@ def _keep_groups() -> None:
 
 
 @contextlib.contextmanager
-def meeting_point() -> Iterator[tuple[int, int, Callable[[], None]]]:
-    """(port, its fd, serve): a port that is ours from now on; `serve` answers on it, for after the fork.
+def meeting_point() -> Iterator[int]:
+    """The port of a store that answers until the end, in a small process of its own.
 
-    Nobody else can take the port in between, and no thread of the store's is alive while processes are forked.
+    The socket is ours from the start, so nobody can take the port in between. In this process the store's threads
+    would be there when ranks are forked, also those of another run: a rank that inherits a lock from them hangs.
     """
-    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    store: list[object] = []
-
-    def serve() -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
-
-        fd = listener.detach()
-        store.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
-
+    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+        port: int = listener.getsockname()[1]
+        host = multiprocessing.get_context("fork").Process(target=_serve, args=(listener, port, os.getpid()))
+        fork_quietly(host)
     try:
-        yield port, listener.fileno(), serve
+        yield port
     finally:
-        store.clear()  # ends the server, which closes its socket
-        listener.close()
+        host.kill()
+        host.join()
+        host.close()
+
+
+def _serve(listener: socket.socket, port: int, parent: int) -> None:
+    leave_parent(parent)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)  # it would report every rank that hangs up
+    os.dup2(silence, 2)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
+
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while store:
+        signal.pause()

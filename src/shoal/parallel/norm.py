@@ -31,6 +31,10 @@ class Scope:
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.live = True
 
+    def release(self) -> None:
+        """The world closes: from here on each rank is alone."""
+        self.group, self.num_ranks = None, 1
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scope":
         return self  # a copied model still takes part in the same group, which itself cannot be copied
 
@@ -153,6 +157,13 @@ def has_batch_norm(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (module.training or not model.training)
     ]
+
+
+def release_batch_norm(model: nn.Module) -> None:
+    """Lets go of the group: from here on every norm sees its own batch."""
+    for module in model.modules():
+        if isinstance(module, GlobalBatchNorm):
+            module.scope.release()
 
 
 def set_live(model: nn.Module, live: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.errors import JobError, LayoutError
-from shoal.parallel.norm import globalise_batch_norm, has_batch_norm
+from shoal.parallel.norm import globalise_batch_norm, has_batch_norm, release_batch_norm
 from shoal.parallel.replicate import Replica, check_replicable
 from shoal.world import World
 
@@ -55,6 +55,7 @@ def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "loca
     placement = Placement(world)
     if batch_norm == "global":
         placement.global_norms = globalise_batch_norm(model, world.side_group)
+        world.at_close(lambda: release_batch_norm(model))
     else:
         placement.local_norms = norms
     if world.kind != "lone":

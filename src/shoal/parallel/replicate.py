@@ -39,6 +39,11 @@ class Replica:
         self._syncing = True
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
+        world.at_close(self._release)
+
+    def _release(self) -> None:
+        """The world closes: from here on the model is a plain module."""
+        self._model = self._ddp = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replica":
         copy = object.__new__(Replica)

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class Opened:
     met: Met | None = None
     setup_limit: datetime.timedelta = datetime.timedelta()
     exchanges: Iterator[int] = field(default_factory=itertools.count)
+    releases: list[Callable[[], None]] = field(default_factory=list)
 
     def all_gather(self, own: "torch.Tensor") -> "torch.Tensor":
         """A small tensor of the host from every rank, of one shape (N) -> (R, N).
@@ -87,7 +88,13 @@ class Opened:
         return rows
 
     def close(self) -> None:
-        """Let go of the groups, and tell whoever meets in the same place next."""
+        """Let go of the groups, and tell whoever meets in the same place next.
+
+        First of all the models: a DDP that outlives its group waits for ever, when it is freed, for threads of
+        gloo that wait for the interpreter (half of all runs, with torch 2.13).
+        """
+        for release in self.releases:
+            release()
         if self.met is not None:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone, and the store with it
                 self.met.store.set(f"left/{self.rank}", "")

@@ -145,7 +145,7 @@ class _Call:
                 token, scope = roll["token"], _scope(self._store, roll["token"])
                 _arrive(scope, self._me)
             verdict = _read(scope, "verdict") if token else None
-            if verdict is not None and self._is_for_me(scope, verdict, roll or {}):
+            if verdict is not None and self._is_for_me(scope, verdict):
                 scope.add("told", 1)
                 if verdict["trouble"] is not None:
                     raise WorldError(verdict["trouble"])
@@ -154,7 +154,7 @@ class _Call:
                 raise WorldError(self._why_not(scope, roll, verdict))
             self._wait()
 
-    def _is_for_me(self, scope: "Store", verdict: dict[str, Any], roll: dict[str, Any]) -> bool:
+    def _is_for_me(self, scope: "Store", verdict: dict[str, Any]) -> bool:
         """Whether a verdict settles this process's case; one that stands over from another world does not."""
         me, holder = self._me, _by_rank(verdict["answers"]).get(self._me.rank)
         if any(answer["token"] == me.token for answer in verdict["answers"]):
@@ -162,7 +162,7 @@ class _Call:
         if holder is not None and (holder["name"] == me.name or scope.check([f"left/{me.rank}"])):
             return False  # this process's own last world, or one that is over
         if verdict["trouble"] is not None:
-            return _lives(roll["name"], self._meeting)
+            return not self._meeting.lasting  # where it lasts, those who failed may try again
         if holder is not None and _lives(holder["name"], self._meeting):
             raise WorldError(_twice(me.rank, holder["name"], me.name))
         return False

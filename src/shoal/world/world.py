@@ -45,6 +45,10 @@ class World:
         """Every rank, for small sums, so that they never queue behind gradients; None unless real."""
         return self.opened.side_group
 
+    def at_close(self, release: Callable[[], None]) -> None:
+        """Call it before the groups go: whoever holds one lets go of it."""
+        self.opened.releases.append(release)
+
     @property
     def rank(self) -> int:
         return self.place.rank
