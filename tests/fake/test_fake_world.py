@@ -67,7 +67,6 @@ def test_a_fake_world_closes_when_its_body_fails():
     assert not dist.is_initialized()
 
 
-@pytest.mark.xfail(strict=True, reason="parallel.Replica needs a reduction that asks a fake group for no result")
 def test_a_model_is_placed_and_steps_twice_in_a_world_of_64():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -15,7 +15,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
 
 
-def tests_in(cell: str) -> list[str]:
+def named_in(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -39,12 +39,12 @@ def test_every_case_says_what_shoal_does():
 
 
 def test_what_is_not_open_is_shown_by_a_test():
-    without = [(row[0], row[1]) for row in CASES if not tests_in(row[3]) and not row[2].startswith(("open", "later"))]
+    without = [(row[0], row[1]) for row in CASES if not named_in(row[3]) and not row[2].startswith(("open", "later"))]
     assert without == []
 
 
 def test_every_test_that_a_case_names_exists():
-    missing = [(row[0], name) for row in CASES for name in tests_in(row[3]) if not is_there(name)]
+    missing = [(row[0], name) for row in CASES for name in named_in(row[3]) if not is_there(name)]
     assert missing == []
 
 

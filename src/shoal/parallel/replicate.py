@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,7 +90,7 @@ class Replica:
         with warnings.catch_warnings():
             # torch warns of float64 and of frozen parts; both are what the job asked for.
             warnings.simplefilter("ignore")
-            return DistributedDataParallel(
+            ddp = DistributedDataParallel(
                 self._model,
                 process_group=self._world.group,
                 broadcast_buffers=False,  # buffers are equal by construction, or the run is refused
@@ -98,6 +99,19 @@ class Replica:
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=_BUCKET_MB.get(self._world.backend or "", 25),
             )
+        if self._world.kind == "fake":
+            ddp.register_comm_hook(None, _keep)
+        return ddp
+
+
+def _keep(
+    state: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported from C++
+) -> torch.futures.Future[torch.Tensor]:
+    """In a fake world there is nobody to add up with, and no result to ask for."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def check_replicable(model: nn.Module) -> None:
