@@ -118,22 +118,30 @@ def check_first_step(
     """After step one: what got a gradient has moved; returns the names of trainable parameters that got none.
 
     Raises:
-        NumericsError: a parameter with a gradient, under a learning rate that must show, kept every bit.
+        JobError: the forward replaced a parameter that the optimizer holds.
+        NumericsError: a parameter whose update must show (by its gradient and the learning rate) kept every bit.
     """
+    check_optimizer(optimizer, model)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     without = []
     for name, param in model.named_parameters():
         if param.grad is None:
             without += [name] if param.requires_grad else []
-        elif (
-            id(param) in held
-            and lr > _VISIBLE * float(param.detach().abs().max())
-            and fingerprint(param) == before[name]
-        ):
-            if not bool(dense(param.grad).any()):
-                continue  # a gradient of zeros may move nothing
+        elif id(param) in held and _must_move(param, lr) and fingerprint(param) == before[name]:
             raise NumericsError(
                 f"{name} has a gradient but step 1 (lr {lr:g}) did not change a single bit of it. The optimizer does "
                 "not update the parameter that the model uses."
             )
     return without
+
+
+def _must_move(param: nn.Parameter, lr: float) -> bool:
+    """Whether even the smallest usual update, lr x gradient, is large beside the weights.
+
+    A bias before a BatchNorm has a gradient of rounding noise; a warm-up may start at next to nothing.
+    """
+    assert param.grad is not None
+    grad = dense(param.grad)
+    if not grad.numel():
+        return False
+    return lr * min(1.0, float(grad.abs().max())) > _VISIBLE * float(param.detach().abs().max())

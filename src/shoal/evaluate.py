@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.additive import check_additive
 from shoal.data import Shared
 from shoal.errors import JobError
 from shoal.job import Job, Sum
@@ -17,19 +18,23 @@ from shoal.world import World
 def evaluate(job: Job, model: nn.Module, data: Shared, world: World) -> dict[str, Tensor]:
     """`loss` and the job's metrics over a dataset, equal on every rank and to one process.
 
-    The model is in evaluation mode and each module returns to the mode it had; no gradient, no collective inside it, so a
-    rank without samples simply waits at the end.
+    The model is in evaluation mode and each module returns to the mode it had; there is no gradient and no collective
+    inside it, so a rank without samples simply waits at the end.
     """
     modes = [(module, module.training) for module in model.modules()]
     forward = Forward(job, model, world)
     seed_everything(job.seed, "evaluation", world.data_rank)
     model.eval()
     sums: dict[str, Sum] = {}
+    cuts = world.num_data * world.layout.micro > 1
     try:
         with torch.no_grad():
             for batch in data.batches():
                 for part in batch.micro if batch.num_samples else ():
                     output, moved, loss = forward(part)
+                    if cuts and not sums:
+                        what = f"{type(job).__name__}.metrics()"
+                        check_additive(lambda o, b: _checked(job.metrics(o, b)), output, moved, what)
                     for name, figure in {"loss": loss, **_checked(job.metrics(output, moved))}.items():
                         wide = Sum(figure.value.detach().double(), _float(figure.count))
                         sums[name] = sums[name] + wide if name in sums else wide
@@ -49,7 +54,7 @@ def _checked(metrics: dict[str, Sum]) -> dict[str, Sum]:
             raise JobError(
                 f"metric {name!r} is {type(figure).__name__}, not a Sum(tensor, count). A mean per batch cannot be "
                 "averaged over ragged batches; Sum((output.argmax(-1) == target).sum(), len(target)) can. AUC, F1 and "
-                "their like do not add up: return what does, Sum(confusion_matrix, len(target)), and derive them from it."
+                "their like do not add up: return Sum(confusion_matrix, len(target)), and derive them from it."
             )
     return metrics
 

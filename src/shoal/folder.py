@@ -4,6 +4,7 @@ runs/digits/  run.json  metrics.jsonl  logs/rank_0.log  checkpoints/step_000500/
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ def new_folder(base: Path) -> Path:
 
 def newest_folder(base: Path) -> Path | None:
     """The folder of the latest run of that name (`base`, `base-2`, ...) that has a checkpoint."""
-    family = [base, *base.parent.glob(f"{base.name}-*")]
+    numbered = re.compile(re.escape(base.name) + r"-[0-9]+")
+    family = [base, *(path for path in base.parent.glob(f"{base.name}-*") if numbered.fullmatch(path.name))]
     found = [path for path in family if any(path.glob("checkpoints/step_*"))]
     return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime, default=None)
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shoal.additive import check_additive
 from shoal.data import RankBatch
-from shoal.errors import JobError, NumericsError
+from shoal.errors import JobError, NumericsError, WorldError
 from shoal.job import Job, Scheduler, Sum
 from shoal.parallel.clip import clip_factor, dense, grad_norm, scale_gradients
 from shoal.parallel.norm import set_live
@@ -90,8 +91,12 @@ class Forward:
                 output = self._model(*inputs)
             else:
                 output = self._model(inputs)
-            loss = self._job.loss(output, batch)
-        return output, batch, _checked(loss, type(self._job).__name__)
+        return output, batch, self.loss(output, batch)
+
+    def loss(self, output: Any, batch: Any) -> Sum:
+        """The job's loss, under its precision; raises JobError where it is no Sum."""
+        with self._autocast():
+            return _checked(self._job.loss(output, batch), type(self._job).__name__)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         wide = self._job.precision == "fp64" and tensor.is_floating_point()
@@ -134,6 +139,7 @@ class Step:
         self._forward = Forward(job, model, world)
         self._placement = placement_of(model)
         self._params = list(model.parameters())
+        self._checked = False
         self.scaler = torch.amp.GradScaler(world.device.type) if job.precision == "fp16" else None
 
     def __call__(self, batch: RankBatch, *, stop: bool = False) -> StepResult:
@@ -151,19 +157,22 @@ class Step:
         return self._update(batch, own, totals)
 
     def _forward_backward(self, batch: RankBatch, stop: bool) -> tuple[Tensor, Tensor]:
-        """Backward of the loss *sum*; returns [value, count, stop] of this rank and of all ranks."""
+        """Backward of the loss *sum*; returns [value, count, stop, step, samples] of this rank and of all ranks."""
         live = batch.num_samples > 0
         set_live(self._model, live)
         # DDP divides by the number of ranks; the samples bring magnitudes to those of a mean (fp16 needs it).
         # Both are undone exactly by the one factor of `_update`.
         weight = self._world.num_data / batch.num_global if live else 0.0
-        own = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        own[2] = float(stop)
+        own = torch.tensor(
+            [0.0, 0.0, stop, batch.step, batch.num_global], dtype=torch.float64, device=self._world.device
+        )
         totals, work = own, None
         for index, part in enumerate(batch.micro):
             last = index == len(batch.micro) - 1
             with contextlib.nullcontext() if last else self._placement.accumulate():
-                _, _, loss = self._forward(part)
+                with self._placement.quiet_norms(live):
+                    output, moved, loss = self._forward(part)
+                self._check_once(output, moved)
                 if live:
                     own[0] += loss.value.detach()
                     own[1] += loss.count
@@ -173,6 +182,15 @@ class Step:
         if work is not None:
             work.wait()
         return own, totals
+
+    def _check_once(self, output: Any, batch: Any) -> None:
+        """In a layout that cuts the batch, the first part shows whether the loss may be cut."""
+        if self._checked:
+            return
+        self._checked = True
+        if self._world.num_data * self._world.layout.micro > 1:
+            what = f"{type(self._job).__name__}.loss()"
+            check_additive(lambda o, b: {"loss": self._forward.loss(o, b)}, output, batch, what)
 
     def _start_totals(self, own: Tensor) -> tuple[Tensor, dist.Work | None]:
         totals = own.clone()
@@ -189,7 +207,7 @@ class Step:
         (self.scaler.scale(value) if self.scaler else value).backward()  # type: ignore[no-untyped-call]
 
     def _update(self, batch: RankBatch, own: Tensor, totals: Tensor) -> StepResult:
-        value, count, stop = totals.unbind()
+        value, count, stop, step, samples = totals.unbind()
         if self.scaler:
             self.scaler.unscale_(self._optimizer)
         to_mean = batch.num_global / count
@@ -197,7 +215,8 @@ class Step:
         clip = self._job.clip_grad_norm
         factor = to_mean if clip is None else to_mean * clip_factor(norm, clip)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        figures = self._world.read(torch.stack([value, count, norm, factor, stop]))
+        figures = self._world.read(torch.stack([value, count, norm, factor, stop, step, samples]))
+        self._check_in_step(batch, figures)
         finite = figures is None or all(map(math.isfinite, figures))
         if finite:
             if figures is None or figures[3] != 1.0:
@@ -213,6 +232,16 @@ class Step:
             skipped="" if finite else self._not_finite(batch, own),
             stop=figures is not None and figures[4] > 0,
         )
+
+    def _check_in_step(self, batch: RankBatch, figures: list[float] | None) -> None:
+        """Every rank is in the same step, of the same global batch; else gradients of different steps were added."""
+        size = self._world.size if self._world.kind == "real" else 1
+        if figures is not None and figures[5:] != [size * batch.step, size * batch.num_global]:
+            raise WorldError(
+                f"rank {self._world.rank} is in step {batch.step + 1} with a global batch of {batch.num_global} "
+                "samples, but not every rank is. Did a rank catch an error and leave its step out, or does the data "
+                "end elsewhere on some rank? Nothing of this step was kept."
+            )
 
     def _advance(self) -> None:
         if self.scaler:

@@ -108,12 +108,17 @@ def _wait(ranks: list[Any], time_limit_s: float) -> None:
             deadline = min(deadline, time.monotonic() + GRACE_S)
 
 
+def _is_echo(error: BaseException) -> bool:
+    """What a rank hears when another has gone; the one that went may tell its reason a moment later."""
+    return any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer"))
+
+
 def _raise_first_failure(folder: Path, exit_codes: list[int | None]) -> None:
     if not any(exit_codes):
         return
     failures = [(*pickle.loads(path.read_bytes()), path.name) for path in folder.glob("failure_*")]
     if failures:
-        _, error, text, name = min(failures, key=lambda failure: failure[0])
+        _, error, text, name = min(failures, key=lambda failure: (_is_echo(failure[1]), failure[0]))
         error.add_note(f"{name.replace('failure_', 'rank ')} failed first; exit codes {exit_codes}.\n{text}")
         raise error
     stacks = [f"rank {rank}:\n{(folder / f'stack_{rank}').read_text()}" for rank in range(len(exit_codes))]

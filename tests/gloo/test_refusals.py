@@ -1,6 +1,10 @@
 """What cannot obey the law is refused with a lesson, on every rank, before a weight changes."""
 
+import contextlib
+import itertools
+
 import jobs
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +12,7 @@ from ranks import run_processes
 from torch import nn
 from trainings import record
 
-from shoal.errors import JobError, LayoutError, NumericsError, ShoalError, WorldError
+from shoal.errors import DataError, JobError, LayoutError, NumericsError, ShoalError, WorldError
 from shoal.job import Sum
 from shoal.run import assemble
 from shoal.world import Place, World
@@ -61,7 +65,7 @@ class RankShifted(jobs.Points):
         (RankSeeded, JobError, r"0\.weight starts with other values on rank 1"),
         (RankOrdered, JobError, r"entry 0 is 'a\.weight .* on rank 0 and 'b\.weight .* on rank 1"),
         (RankCut, WorldError, "do not agree on the length of the data"),
-        (RankShifted, WorldError, "do not agree on the first sample"),
+        (RankShifted, WorldError, "do not agree on the first, middle and last sample"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -81,6 +85,234 @@ def test_local_statistics_are_reconciled_before_they_are_saved_and_evaluated():
     local = record(lambda: jobs.Normed(batch_norm="local", batch_size=8), "dp2")
     assert torch.equal(local[0].state["1.running_mean"], local[1].state["1.running_mean"])
     assert local[0].evaluation["loss"] == local[1].evaluation["loss"]
+
+
+class ArraysShifted(jobs.Points):
+    """The same in arrays and plain numbers."""
+
+    def data(self):
+        inputs, targets = jobs.points(24).tensors
+        order = np.random.RandomState(rank_of_this_process()).permutation(24)
+        return [(inputs[k].numpy(), int(targets[k])) for k in order]
+
+
+class SelfSharing(torch.utils.data.IterableDataset):
+    """D019: deals itself out by rank, and would be dealt out again."""
+
+    def __iter__(self):
+        plain, step = jobs.points(24), 1 + torch.distributed.is_initialized()
+        for index in range(rank_of_this_process(), 24, step):
+            yield plain[index]
+
+
+class SharedStream(jobs.Points):
+    def data(self):
+        return SelfSharing()
+
+
+class OwnGenerator(torch.utils.data.Dataset):
+    """D022: numpy's own recommendation, and out of reach of any seed."""
+
+    def __init__(self):
+        self.draw = np.random.default_rng(0)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        inputs, target = jobs.points(24)[index]
+        return inputs + self.draw.normal(), target
+
+
+class OwnDraws(jobs.Points):
+    def data(self):
+        return OwnGenerator()
+
+
+@pytest.mark.parametrize(
+    ("job", "match"),
+    [
+        (ArraysShifted, "do not agree on the first, middle and last sample"),
+        (SharedStream, "do not agree on the samples of the first global batch"),
+        (OwnDraws, "a generator of its own"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_data_that_depends_on_the_rank_is_refused_whatever_it_is_made_of(job, match):
+    refused(job, "dp2", ShoalError, match)
+
+
+def test_a_data_set_with_its_own_generator_may_train_alone_and_is_told():
+    (seen,) = record(OwnDraws)
+    assert any("a generator of its own" in note for note in seen.notes)
+    refused(OwnDraws, "lone:workers=1", DataError, "a generator of its own")
+
+
+def test_one_random_split_in_data_and_in_evaluation_shares_no_sample():
+    """D018."""
+
+    class Splitting(jobs.Points):
+        def data(self):
+            return torch.utils.data.random_split(jobs.points(24), [16, 8])[0]
+
+        def evaluation(self):
+            return torch.utils.data.random_split(jobs.points(24), [16, 8])[1]
+
+    with World.open("lone") as world:
+        run = assemble(Splitting(), world, quiet=True)
+        trained = {i for batch in itertools.islice(run.data.batches(), 3) for i in batch.sample_ids}
+        train_part, held_out = job_parts(Splitting())
+    assert trained == set(range(16))
+    assert not set(train_part.indices) & set(held_out.indices)
+
+
+def job_parts(job):
+    from shoal.step import seed_everything
+
+    seed_everything(job.seed, "data")
+    train_part = job.data()
+    seed_everything(job.seed, "data")
+    return train_part, job.evaluation()
+
+
+class MeanAsSum(jobs.Points):
+    """D001: round the refusal of a scalar."""
+
+    def loss(self, output, batch):
+        return Sum(F.cross_entropy(output, batch[1]), 1)
+
+
+class Contrasting(jobs.Points):
+    """D048: compares samples with each other."""
+
+    def loss(self, output, batch):
+        return Sum(F.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum"), len(output))
+
+
+class PenaltyPerBatch(jobs.Points):
+    def loss(self, output, batch):
+        loss = super().loss(output, batch)
+        return Sum(loss.value + 1.0, loss.count)
+
+
+class Maximum(jobs.Points):
+    """D015."""
+
+    def metrics(self, output, batch):
+        return {"largest": Sum(output.max(), 1)}
+
+
+@pytest.mark.parametrize("job", [MeanAsSum, Contrasting, PenaltyPerBatch, Maximum], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("layout", ["dp2", "lone:micro=2"])
+def test_what_does_not_add_up_over_parts_is_refused_where_there_are_parts(job, layout):
+    refused(job, layout, JobError, "does not add up")
+    record(job)  # alone it is what it is
+
+
+def test_a_loss_that_draws_random_numbers_or_fails_on_a_cut_batch_is_left_alone():
+    class Drawing(jobs.Points):
+        def loss(self, output, batch):
+            return super().loss(output + torch.randn_like(output), batch)
+
+    class Uncut(jobs.Points):
+        def loss(self, output, batch):
+            assert len(output) > 2
+            return super().loss(output, batch)
+
+        def evaluation(self):
+            return None
+
+    record(lambda: Drawing(batch_size=8), "dp2")
+    record(lambda: Uncut(batch_size=8), "dp2")
+
+
+def test_a_schedule_that_waits_for_a_figure_is_refused():
+    """D042."""
+
+    class Plateau(jobs.Points):
+        def scheduler(self, optimizer):
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    refused(Plateau, "lone", JobError, "ReduceLROnPlateau")
+
+
+def test_a_parameter_that_the_forward_replaces_is_found_after_step_one():
+    """D064."""
+
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            if not hasattr(self, "done"):
+                self.done = True
+                self.linear.weight = nn.Parameter(self.linear.weight.detach().clone())
+            return self.linear(x)
+
+    class Replaced(jobs.Points):
+        def model(self):
+            return Replacing()
+
+    refused(Replaced, "lone", JobError, "no parameter of the model")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_bias_before_batch_norm_has_no_gradient_to_speak_of_and_may_stay(precision):
+    class Biased(jobs.Points):
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 3))
+
+        def data(self):
+            inputs, targets = jobs.points(24).tensors
+            return torch.utils.data.TensorDataset(inputs.float(), targets)
+
+        evaluation = data
+
+    record(lambda: Biased(precision=precision), "dp2")
+
+
+def test_a_caught_error_does_not_let_a_rank_leave_its_step_out():
+    """D079: every rank ends, the one that caught with the reason."""
+
+    class Failing(jobs.Points):
+        def loss(self, output, batch):
+            if rank_of_this_process() == 1 and not caught:
+                caught.append(True)
+                raise RuntimeError("out of memory")
+            return super().loss(output, batch)
+
+    caught = []
+
+    def loop(rank, size, rendezvous):
+        place = Place(rank=rank, size=size, local_rank=rank, local_size=size, rendezvous=rendezvous, source="shoal")
+        with World.open("dp2", place=place) as world:
+            run = assemble(Failing(batch_size=8), world, quiet=True)
+            for step in run.steps():
+                with contextlib.suppress(RuntimeError):
+                    step()
+
+    with pytest.raises(WorldError, match="raised an error that was caught"):
+        run_processes(loop, 2)
+
+
+def test_a_last_batch_of_one_sample_is_told_of_where_a_norm_needs_two():
+    """D106."""
+    with World.open("lone") as world:
+        run = assemble(jobs.Normed(num_samples=15), world, quiet=True)
+    assert any("the last batch of every epoch has 1 sample" in note for note in run.recorder.notes)
+
+
+def test_a_stand_in_stays_out_of_local_statistics():
+    """Two samples on three ranks: rank 0 has none, and its statistics are the ones that are kept."""
+
+    class Locally(jobs.Points):
+        def model(self):
+            return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(4, 3))
+
+    for seen in record(lambda: Locally(batch_norm="local", batch_size=2, num_samples=2, steps=1), "dp3"):
+        assert int(seen.state["1.num_batches_tracked"]) == 0
+        assert not seen.state["1.running_mean"].any()
 
 
 class MeanLoss(jobs.Points):

@@ -27,6 +27,7 @@ class RankBatch:
         num_global: samples of the whole global batch.
         sample_ids: dataset indices of this rank in order; positions in the pass for an iterable dataset.
         last_of_epoch: whether the epoch ends with this step.
+        digest: of all samples of the global batch, for the first one that a reader takes from a stream; else empty.
     """
 
     step: int
@@ -36,6 +37,7 @@ class RankBatch:
     num_global: int
     sample_ids: tuple[int, ...]
     last_of_epoch: bool
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

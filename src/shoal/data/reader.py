@@ -7,8 +7,10 @@ that a batch depends on: how far a stream has been read only says how much of it
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+from shoal.data.digest import digest
 from shoal.data.order import sample_order
 from shoal.data.plan import RankBatch, RankPlan, Sharing, cut, locate
 from shoal.data.randomness import draws_nothing, seed_streams, streams_kept
@@ -80,6 +82,7 @@ class StreamReader(Reader):
         self._sharing = sharing
         self._collate = collate
         self._batches: Iterator[StreamBatch] | None = None
+        self._has_told = False
 
     def __getitem__(self, step: int) -> RankBatch | None:
         with streams_kept():
@@ -96,7 +99,11 @@ class StreamReader(Reader):
         sharing, first = self._sharing, found.batch.start
         plan = cut(found.batch, rank=sharing.rank, num_ranks=sharing.num_ranks, micro=sharing.micro)
         samples = found.samples[plan.start - first : plan.stop - first]
-        return assemble(plan, list(range(plan.start, plan.stop)), samples, self._collate, seed=sharing.seed)
+        batch = assemble(plan, list(range(plan.start, plan.stop)), samples, self._collate, seed=sharing.seed)
+        if self._has_told:
+            return batch
+        self._has_told = True
+        return replace(batch, digest=digest(found.samples))
 
 
 def assemble(plan: RankPlan, ids: list[int], samples: list[Any], collate: Collate, *, seed: int | None) -> RankBatch:

@@ -52,14 +52,19 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self.log.write(text)
-        if not self._prefix:
-            return self._shown.write(text)
-        *lines, self._unfinished = (self._unfinished + text).split("\n")
-        self._shown.write("".join(f"{self._prefix}{line}\n" for line in lines))
+        shown = text
+        if self._prefix:
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            shown = "".join(f"{self._prefix}{line}\n" for line in lines)
+        try:
+            self._shown.write(shown)
+        except BrokenPipeError:
+            self._shown = _text(os.open(os.devnull, os.O_WRONLY))  # whoever read has gone; the training goes on
         return len(text)
 
     def flush(self) -> None:
-        self._shown.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._shown.flush()
         self.log.flush()
 
     def isatty(self) -> bool:

@@ -3,6 +3,7 @@
 Rank 0 alone owns one. No thread refreshes the bar: data workers may be forked from this process at any time.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -91,8 +92,12 @@ class _Lines:
         return f"  {show_seconds((self._now() - self._began) / done * left)} left" if done > 0 < left else ""
 
     def note(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            # Whoever read has gone (`| head`); the training goes on, and Python's own flush at the end finds a sink.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def close(self) -> None:
         pass

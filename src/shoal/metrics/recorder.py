@@ -43,7 +43,7 @@ class Recorder:
 
     Args:
         folder: where metrics.jsonl goes; None writes none.
-        log_every: steps between logged ones; by default 1 up to 100 steps, then 10.
+        log_every: steps between logged ones; by default 1 up to 50 steps, then 10.
         tokens: the loss counts tokens, so that its count is a throughput of tokens.
         quiet: say nothing at all (tests, benchmarks).
     """
@@ -60,7 +60,7 @@ class Recorder:
         quiet: bool = False,
     ) -> None:
         self._job, self._world, self._folder = job, world, folder
-        self._log_every = log_every or (1 if job.steps <= 100 else 10)
+        self._log_every = log_every or (1 if job.steps <= 50 else 10)
         self._tokens, self._tensorboard = tokens, tensorboard
         self._speaks = world.rank == 0 and not quiet
         self._clock = StepClock()

@@ -225,8 +225,17 @@ def _local_moments(input: Tensor, count: int) -> Tensor:
 def _gather(moments: Tensor, scope: Scope) -> Tensor:
     """(2C + 1) of this rank -> (R, 2C + 1) of all."""
     gathered = moments.new_empty(scope.num_ranks, moments.numel())
-    # Into a list of rows: the one-tensor form was renamed between torch 2.9 and 2.13.
-    dist.all_gather(list(gathered), moments, group=scope.group)
+    try:
+        # Into a list of rows: the one-tensor form was renamed between torch 2.9 and 2.13.
+        dist.all_gather(list(gathered), moments, group=scope.group)
+    except RuntimeError as error:
+        if "imed out" in str(error):
+            error.add_note(
+                "This rank waited in a BatchNorm for the statistics of the others. Is it in a branch that not every "
+                "rank runs? A BatchNorm sees the global batch, so every rank must call it in every step: keep it out "
+                "of the branch, or take GroupNorm or LayerNorm in there."
+            )
+        raise
     return gathered
 
 

@@ -1,6 +1,7 @@
 """A mesh and a model -> the placed model: the one function that knows the order in which a model is spread."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ class Placement:
     global_norms: list[str] = field(default_factory=list)
     local_norms: list[str] = field(default_factory=list)
     replica: Replica | None = None
+    model: nn.Module | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
         return Placement(self.world)
@@ -29,6 +31,18 @@ class Placement:
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Within: gradients add up on this rank and are not reduced."""
         return self.replica.accumulate() if self.replica else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def quiet_norms(self, live: bool) -> Iterator[None]:
+        """Around a forward: a stand-in (not live) must not enter the statistics that a rank keeps for itself."""
+        norms = [] if live or self.model is None else [self.model.get_submodule(name) for name in self.local_norms]
+        for norm in norms:
+            norm.eval()
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.train()
 
 
 def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "local"] = "global") -> nn.Module:
@@ -52,7 +66,7 @@ def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "loca
             "its statistics belong to the whole global batch. Drop micro=, replace BatchNorm by GroupNorm, or say "
             "in the job that statistics of each micro-batch are wanted: --set batch_norm=local"
         )
-    placement = Placement(world)
+    placement = Placement(world, model=model)
     if batch_norm == "global":
         placement.global_norms = globalise_batch_norm(model, world.side_group)
         world.at_close(lambda: release_batch_norm(model))

@@ -5,19 +5,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from shoal.agreement import check_optimizer, check_same_model, fingerprint
+from shoal.agreement import check_optimizer, check_same_model
 from shoal.checkpoint import Writer, newest_good
 from shoal.checkpoint.pack import pack
 from shoal.data import Shared, share
-from shoal.errors import CheckpointError, JobError
+from shoal.data.digest import digest
+from shoal.errors import CheckpointError, DataError, JobError
 from shoal.folder import RunFolder
 from shoal.job import Job, Params, Scheduler, check_job, identity
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
-from shoal.parallel.place import place
+from shoal.parallel.place import place, placement_of
 from shoal.parallel.replicate import check_replicable
 from shoal.run.run import Run
 from shoal.step import Step, seed_everything, use_fused
@@ -54,7 +54,7 @@ def assemble(
     world.layout.require_available()
     world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
     model = _build_model(job, world)
-    data, evaluation, tokens = _build_data(job, world)
+    data, evaluation, tokens, note = _build_data(job, world)
     _check_evaluation(model, evaluation, world)
     place(model, world, batch_norm=job.batch_norm)
     optimizer, scheduler = _build_optimizer(job, model)
@@ -81,6 +81,9 @@ def assemble(
         save_every=save_every,
         _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler),
     )
+    if note:
+        run.say(note)
+    _warn_of_lonely_samples(run)
     left_out = check_optimizer(optimizer, model)
     if left_out:
         run.say(f"not in the optimizer, so never updated: {', '.join(left_out[:5])}")
@@ -107,7 +110,7 @@ def _build_model(job: Job, world: World) -> nn.Module:
     return model
 
 
-def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | None]:
+def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | None, str]:
     seed_everything(job.seed, "data")
     options: dict[str, Any] = {
         "batch_size": job.batch_size,
@@ -117,19 +120,21 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
     }
     dataset = job.data()
     data = share(dataset, world, micro=world.layout.micro, **options)
-    tokens, sample = _first_sample(job, dataset)
+    # Seeded alike: a random_split in data() and in evaluation() draws the same two parts.
+    seed_everything(job.seed, "data")
     held_out = job.evaluation()
     evaluation = None if held_out is None else share(held_out, world, shuffle=False, epochs=1, **options)
+    tokens, samples, note = _look_at_samples(job, world, dataset, data)
     # A data set that a rank has cut, split or drawn by itself would be cut a second time.
     world.agree(
         {
             "the length of the data": data.num_samples,
             "the data": data.fingerprint(),
-            "the first sample of the data": sample,
+            "the first, middle and last sample of the data": samples,
             "the length of the evaluation data": evaluation and evaluation.num_samples,
         }
     )
-    return data, evaluation, tokens
+    return data, evaluation, tokens, note
 
 
 def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World) -> None:
@@ -143,16 +148,30 @@ def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World)
         )
 
 
-def _first_sample(job: Job, dataset: Any) -> tuple[int | None, str]:
-    """Tokens per sample (None: the input is no row of token ids), and a fingerprint of the first sample."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return None, ""  # a stream: reading from it might use it up
-    seed_everything(job.seed, "first sample")
-    sample = dataset[0]
-    leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    row = sample[0] if isinstance(sample, tuple | list) else sample
+def _look_at_samples(job: Job, world: World, dataset: Any, data: Shared) -> tuple[int | None, str, str]:
+    """Tokens per sample (None: the input is no row of token ids), a fingerprint of three samples, and a warning."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not data.num_samples:
+        return None, "", ""  # a stream: reading from it might use it up
+    sample = _read(job, dataset, 0)
+    note = "" if digest(sample) == digest(_read(job, dataset, 0)) else _OWN_GENERATOR
+    if note and (world.num_data > 1 or world.layout.workers):
+        raise DataError(note)
+    middle, last = (_read(job, dataset, index) for index in (data.num_samples // 2, data.num_samples - 1))
+    row = sample[0] if isinstance(sample, tuple | list) and sample else sample
     is_tokens = isinstance(row, Tensor) and row.dim() == 1 and row.dtype in (torch.int32, torch.int64)
-    return (row.numel() if is_tokens else None), " ".join(map(fingerprint, leaves))
+    return (row.numel() if is_tokens else None), "" if note else digest([sample, middle, last]), note
+
+
+def _read(job: Job, dataset: Any, index: int) -> Any:
+    seed_everything(job.seed, "sample", index)
+    return dataset[index]
+
+
+_OWN_GENERATOR = (
+    "dataset[0] holds other values when it is read a second time under the same seeds: it draws from a generator of "
+    "its own, so what it gives depends on the ranks, the workers and a resume. Let it draw from torch, numpy.random "
+    "or random: shoal seeds those for each sample."
+)
 
 
 def _build_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Scheduler | None]:
@@ -163,7 +182,24 @@ def _build_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
     optimizer = job.optimizer(params)
     check_optimizer(optimizer, model)
     use_fused(optimizer)
-    return optimizer, job.scheduler(optimizer)
+    scheduler = job.scheduler(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError(
+            "ReduceLROnPlateau waits for a figure, and a step has none that the job could choose. Take a schedule by "
+            "step, or write the loop yourself (docs/jobs.md) and feed it `run.evaluate()['loss']`, which is the same "
+            "on every rank."
+        )
+    return optimizer, scheduler
+
+
+def _warn_of_lonely_samples(run: Run) -> None:
+    """BatchNorm needs two values per channel; a last batch of one sample may not have them."""
+    norms, num_samples = placement_of(run.model).global_norms, run.data.num_samples
+    if norms and num_samples and num_samples % run.job.batch_size == 1:
+        run.say(
+            f"the last batch of every epoch has 1 sample ({num_samples} samples in batches of {run.job.batch_size}); "
+            f"{norms[0]} cannot normalise it unless it sees several positions. Another batch_size avoids it."
+        )
 
 
 def _enter_folder(run: Run, resume: str | Path, keep: int) -> str:

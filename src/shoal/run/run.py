@@ -16,7 +16,7 @@ from shoal.checkpoint import Checkpoint, Writer, identity_difference, read
 from shoal.checkpoint.state import capture, restore
 from shoal.checkpoint.write import versions
 from shoal.data import RankBatch, Shared
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, WorldError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
 from shoal.job import Job, identity
@@ -46,18 +46,28 @@ class Run:
     _engine: Step = field(repr=False)
     _writer: Writer | None = field(default=None, repr=False)
     _saved: int | None = field(default=None, repr=False)
+    _inside: bool = field(default=False, repr=False)  # of a step: still True after one that raised
 
     def steps(self) -> Iterator[Callable[[], StepResult]]:
         """The steps that are left; call each one. Ends early, on all ranks together, after SIGTERM."""
         with _on_sigterm() as stop_asked:
             batches = self.data.batches(start_step=self.step)
             while self.step < self.job.steps and not self.stopped:
+                if self._inside:
+                    raise WorldError(
+                        f"step {self.step + 1} raised an error that was caught. The other ranks wait in it, or have "
+                        "gone on without this one: a run cannot leave a step out. Let the error end the run, and "
+                        "resume from its checkpoint; a loss that is not finite is skipped with nonfinite='skip'."
+                    )
                 with self.recorder.waiting_for_data():
                     batch = next(batches)
                 yield lambda batch=batch: self._one(batch, stop_asked.is_set())  # type: ignore[misc]
 
     def _one(self, batch: RankBatch, stop: bool) -> StepResult:
         first = not self.recorder.has_run
+        self._inside = True
+        if first and batch.digest:
+            self.world.agree({"the samples of the first global batch of the stream": batch.digest})
         before = fingerprints(self.model) if first else {}
         with self.recorder.step(batch):
             result = self._engine(batch, stop=stop)
@@ -65,6 +75,7 @@ class Run:
         self.stopped = result.stop
         if first:
             self._check_first(before, result)
+        self._inside = False
         return result
 
     def _check_first(self, before: dict[str, str], result: StepResult) -> None:
