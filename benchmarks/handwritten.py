@@ -62,6 +62,7 @@ def main() -> None:
     if rank == 0:
         print(json.dumps({"first_step_at": first_step_at, "step_times_s": times, "loss": float(shown) / size}))
     if size > 1:
+        del wrapped, loss, logits  # torch 2.13: a DDP model that is freed after its group may hang at the end
         dist.destroy_process_group()
 
 

@@ -35,12 +35,17 @@ def torchrun_s(num_ranks: int) -> float:
     began = time.time()
     done = subprocess.run(
         [BIN / "torchrun", "--standalone", "--nproc-per-node", str(num_ranks), HERE / "handwritten.py"],
-        check=True,
+        check=False,  # with torch 2.13 one such script in ten aborts at its very end, its line printed
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    return float(json.loads(done.stdout.splitlines()[-1])["first_step_at"]) - began
+    return float(json.loads(last_json(done.stdout))["first_step_at"]) - began
+
+
+def last_json(text: str) -> str:
+    """The line that rank 0 printed."""
+    return next(line for line in reversed(text.splitlines()) if line.startswith("{"))
 
 
 def main() -> None:
