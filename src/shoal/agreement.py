@@ -5,8 +5,9 @@ import json
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from shoal.data.digest import digest
 from shoal.errors import JobError, NumericsError, WorldError
 from shoal.parallel.clip import dense
 from shoal.parallel.place import placement_of
@@ -16,14 +17,6 @@ from shoal.world import World
 _VISIBLE = 1e-5
 
 
-def fingerprint(tensor: Tensor) -> str:
-    """A hash of the bits, shape and dtype: equal only for tensors that are equal bit for bit."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest = hashlib.sha256(plain.numpy().data)
-    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    return digest.hexdigest()[:16]
-
-
 def fingerprints(model: nn.Module, *, leave_out: Iterable[str] = ()) -> dict[str, str]:
     """A fingerprint for each parameter and buffer, by name, without the modules in `leave_out`."""
     outside = tuple(f"{name}." for name in leave_out)
@@ -31,7 +24,7 @@ def fingerprints(model: nn.Module, *, leave_out: Iterable[str] = ()) -> dict[str
         *model.named_parameters(),
         *((n, b) for n, b in model.named_buffers() if not n.startswith(outside)),
     ]
-    return {name: fingerprint(tensor) for name, tensor in named}
+    return {name: digest(tensor) for name, tensor in named}
 
 
 def check_same_model(model: nn.Module, world: World) -> None:
@@ -43,7 +36,7 @@ def check_same_model(model: nn.Module, world: World) -> None:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     facts = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named]
-    prints = [fingerprint(t) for _, t in named]
+    prints = [digest(t) for _, t in named]
     rows = world.gather_text(hashlib.sha256(json.dumps([facts, prints]).encode()).hexdigest())
     if len(set(rows)) == 1:
         return
@@ -127,7 +120,7 @@ def check_first_step(
     for name, param in model.named_parameters():
         if param.grad is None:
             without += [name] if param.requires_grad else []
-        elif id(param) in held and _must_move(param, lr) and fingerprint(param) == before[name]:
+        elif id(param) in held and _must_move(param, lr) and digest(param) == before[name]:
             raise NumericsError(
                 f"{name} has a gradient but step 1 (lr {lr:g}) did not change a single bit of it. The optimizer does "
                 "not update the parameter that the model uses."
