@@ -425,3 +425,8 @@ def test_a_process_in_use_is_not_forked(monkeypatch, name, words):
     monkeypatch.setattr(f"{name}.is_initialized", lambda: True)
     with pytest.raises(LaunchError, match=words):
         start(lambda place: None, 1)
+
+
+def test_more_processes_than_a_machine_can_hold_are_refused_before_the_first():
+    with pytest.raises(LaunchError, match="would bring this machine down; at most"):
+        start(lambda place: None, 99_999)

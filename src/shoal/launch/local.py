@@ -18,7 +18,7 @@ from typing import get_args
 
 from shoal.errors import LaunchError
 from shoal.launch.fork import fork_quietly
-from shoal.launch.machine import default_threads, has_accelerator, num_memory_kills
+from shoal.launch.machine import default_threads, has_accelerator, num_cores, num_memory_kills
 from shoal.launch.named import Named, name_of, spec
 from shoal.launch.outcome import Outcome
 from shoal.launch.output import Show
@@ -31,6 +31,8 @@ from shoal.launch.warm import check_may_fork, has_thread_pool, import_needed
 from shoal.world import Place
 
 Screen = Callable[[str], None]
+
+_MOST_RANKS, _MOST_PER_CORE = 64, 4  # on one machine: beyond it is a slip of the finger
 
 
 def start(
@@ -141,6 +143,12 @@ class _Plan:
     def check(self) -> None:
         if self.num_ranks < 1:
             raise LaunchError(f"{self.num_ranks} processes: at least 1 must run.")
+        most = max(_MOST_RANKS, _MOST_PER_CORE * num_cores())
+        if self.num_ranks > most:
+            raise LaunchError(
+                f"{self.num_ranks} processes on {num_cores()} cores would bring this machine down; at most {most} "
+                "start here. Spread the layout over more machines with torchrun, srun or mpirun."
+            )
         if self.threads is not None and self.threads < 1:
             raise LaunchError(f"threads={self.threads}: each process needs at least 1.")
         if self.show not in get_args(Show):
@@ -180,6 +188,8 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
     with stop_requests() as asked:
         try:
             for rank in range(plan.num_ranks):
+                if asked:
+                    break  # Ctrl-C while ranks are still being made
                 plan.ranks.append(_begin(plan, rank, threads, named))
             supervise(plan.ranks, asked, grace_s=grace_s)
         finally:
