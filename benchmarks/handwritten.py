@@ -37,6 +37,10 @@ def main() -> None:
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), fused=True)
+    warm_up = max(1, min(args.steps // 10, 100))  # the schedule of the job, step by step
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / warm_up, total_iters=warm_up)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(1, args.steps - warm_up), eta_min=2e-4)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warm_up])
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if size > 1 else model
     data = StdlibText(128)
     sampler = DistributedSampler(data, size, rank, shuffle=True, seed=0)
@@ -51,6 +55,7 @@ def main() -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         shown = loss.detach()
         if size > 1:
             dist.all_reduce(shown)  # the loss of the global batch, as a log needs it

@@ -106,24 +106,26 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 def check_first_step(
-    before: Mapping[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, lr: float
+    before: Mapping[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, lrs: Mapping[int, float]
 ) -> list[str]:
     """After step one: what got a gradient has moved; returns the names of trainable parameters that got none.
+
+    Args:
+        lrs: the learning rate that step one used, by the id of the parameter.
 
     Raises:
         JobError: the forward replaced a parameter that the optimizer holds.
         NumericsError: a parameter whose update must show (by its gradient and the learning rate) kept every bit.
     """
     check_optimizer(optimizer, model)
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     without = []
     for name, param in model.named_parameters():
         if param.grad is None:
             without += [name] if param.requires_grad else []
-        elif id(param) in held and _must_move(param, lr) and digest(param) == before[name]:
+        elif _must_move(param, lrs.get(id(param), 0.0)) and digest(param) == before[name]:
             raise NumericsError(
-                f"{name} has a gradient but step 1 (lr {lr:g}) did not change a single bit of it. The optimizer does "
-                "not update the parameter that the model uses."
+                f"{name} has a gradient but step 1 (lr {lrs[id(param)]:g}) did not change a single bit of it. The "
+                "optimizer does not update the parameter that the model uses."
             )
     return without
 

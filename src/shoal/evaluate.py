@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ def _float(count: Tensor | float) -> float:
 
 
 def _checked(metrics: dict[str, Sum]) -> dict[str, Sum]:
+    if not isinstance(metrics, Mapping):
+        raise JobError(f"metrics() returned {type(metrics).__name__}; it must be a dict of Sums, {{}} for none.")
     for name, figure in metrics.items():
         if not isinstance(figure, Sum) or not isinstance(figure.value, Tensor):
             raise JobError(

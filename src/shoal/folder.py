@@ -27,10 +27,14 @@ def new_folder(base: Path) -> Path:
             return path
 
 
+def _folders(parent: Path) -> list[Path]:
+    return sorted(parent.iterdir()) if parent.is_dir() else []
+
+
 def newest_folder(base: Path) -> Path | None:
     """The folder of the latest run of that name (`base`, `base-2`, ...) that has a checkpoint."""
     numbered = re.compile(re.escape(base.name) + r"-[0-9]+")
-    family = [base, *(path for path in base.parent.glob(f"{base.name}-*") if numbered.fullmatch(path.name))]
+    family = [base, *(path for path in _folders(base.parent) if numbered.fullmatch(path.name))]
     found = [path for path in family if any(path.glob("checkpoints/step_*"))]
     return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime, default=None)
 

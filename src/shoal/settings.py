@@ -40,8 +40,8 @@ class TrainSettings(BaseModel):
     log_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)
     device: str | None = None
-    timeout_min: float = Field(default=10, gt=0, allow_inf_nan=False)
-    threads: int | None = Field(default=None, ge=1)
+    timeout_min: float = Field(default=10, gt=0, le=1_000_000, allow_inf_nan=False)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     nproc_per_node: int | None = Field(default=None, ge=1)
     tensorboard: bool = False
     set: dict[str, str] = Field(default_factory=dict)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,12 @@ def _checked(loss: object, job: str) -> Sum:
     if not isinstance(loss.value, Tensor) or loss.value.dim() != 0:
         shape = tuple(loss.value.shape) if isinstance(loss.value, Tensor) else type(loss.value).__name__
         raise JobError(f"{job}.loss() returned a Sum whose value is {shape}; it must be a 0-dim tensor: add it up.")
+    counts = loss.count
+    if not isinstance(counts, Tensor | int | float) or (isinstance(counts, Tensor) and counts.requires_grad):
+        what = "depends on parameters" if isinstance(counts, Tensor) else f"is {type(counts).__name__}"
+        raise JobError(
+            f"{job}.loss() returned a Sum whose count {what}; it must be a plain number of samples, tokens or weights."
+        )
     return loss
 
 
@@ -133,11 +140,13 @@ class Step:
         *,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None,
+        usual_count: int = 1,
     ) -> None:
         self._job, self._model, self._world = job, model, world
         self._optimizer, self.scheduler = optimizer, scheduler
         self._forward = Forward(job, model, world)
         self._placement = placement_of(model)
+        self._usual_count = usual_count  # of one sample: 1, or its tokens
         self._params = list(model.parameters())
         self._checked = False
         self.scaler = torch.amp.GradScaler(world.device.type) if job.precision == "fp16" else None
@@ -153,16 +162,27 @@ class Step:
         """
         seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
         self._optimizer.zero_grad(set_to_none=True)
+        # A step that may be skipped must leave no trace, in running statistics either.
+        may_skip = self._job.nonfinite == "skip" or self.scaler is not None
+        buffers = [buffer.clone() for buffer in self._model.buffers()] if may_skip else []
         own, totals = self._forward_backward(batch, stop)
-        return self._update(batch, own, totals)
+        result = self._update(batch, own, totals)
+        if result.skipped:
+            self._put_back(buffers)
+        return result
+
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     def _forward_backward(self, batch: RankBatch, stop: bool) -> tuple[Tensor, Tensor]:
         """Backward of the loss *sum*; returns [value, count, stop, step, samples] of this rank and of all ranks."""
         live = batch.num_samples > 0
-        set_live(self._model, live)
-        # DDP divides by the number of ranks; the samples bring magnitudes to those of a mean (fp16 needs it).
-        # Both are undone exactly by the one factor of `_update`.
-        weight = self._world.num_data / batch.num_global if live else 0.0
+        if self._placement.global_norms:
+            set_live(self._model, live)
+        # DDP divides by the number of ranks; the usual count brings magnitudes to those of a mean (fp16 needs it).
+        # The one factor of `_update` makes it exact; it is 1, and costs nothing, where the count is the usual one.
+        weight = self._world.num_data / (batch.num_global * self._usual_count) if live else 0.0
         own = torch.tensor(
             [0.0, 0.0, stop, batch.step, batch.num_global], dtype=torch.float64, device=self._world.device
         )
@@ -170,7 +190,7 @@ class Step:
         for index, part in enumerate(batch.micro):
             last = index == len(batch.micro) - 1
             with contextlib.nullcontext() if last else self._placement.accumulate():
-                with self._placement.quiet_norms(live):
+                with self._placement.quiet_norms(live), self._same_buffers():
                     output, moved, loss = self._forward(part)
                 self._check_once(output, moved)
                 if live:
@@ -181,7 +201,26 @@ class Step:
                 self._backward(loss.value * weight, batch)
         if work is not None:
             work.wait()
+        if self._placement.replica is not None:
+            self._placement.replica.settle()
         return own, totals
+
+    @contextlib.contextmanager
+    def _same_buffers(self) -> Iterator[None]:
+        """Around the first forward of a run with micro-batches: a state that it moves would move once for each."""
+        if self._checked or self._world.layout.micro == 1:
+            yield
+            return
+        inside = tuple(f"{name}." for name in self._placement.local_norms)
+        before = {n: b.clone() for n, b in self._model.named_buffers() if not n.startswith(inside)}
+        yield
+        for name, buffer in self._model.named_buffers():
+            if name in before and not torch.equal(buffer, before[name]):
+                raise JobError(
+                    f"the forward changes the buffer {name}, once for every micro-batch, so "
+                    f"micro={self._world.layout.micro} would be another training. "
+                    "Drop micro=, or keep that state out of the forward."
+                )
 
     def _check_once(self, output: Any, batch: Any) -> None:
         """In a layout that cuts the batch, the first part shows whether the loss may be cut."""
@@ -210,11 +249,13 @@ class Step:
         value, count, stop, step, samples = totals.unbind()
         if self.scaler:
             self.scaler.unscale_(self._optimizer)
-        to_mean = batch.num_global / count
+        to_mean = batch.num_global * self._usual_count / count
         norm = grad_norm(self._params).to(totals) * to_mean
         clip = self._job.clip_grad_norm
         factor = to_mean if clip is None else to_mean * clip_factor(norm, clip)
         lr = float(self._optimizer.param_groups[0]["lr"])
+        if not math.isfinite(lr):
+            raise JobError(f"the learning rate of step {batch.step + 1} is {lr}. No weight was changed by this step.")
         figures = self._world.read(torch.stack([value, count, norm, factor, stop, step, samples]))
         self._check_in_step(batch, figures)
         finite = figures is None or all(map(math.isfinite, figures))
@@ -289,8 +330,7 @@ class Step:
         named = self._model.named_parameters()
         bad = [n for n, p in named if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
         self._optimizer.zero_grad(set_to_none=True)
-        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        self._put_back(buffers)
         return bad
 
 

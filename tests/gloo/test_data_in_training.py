@@ -99,3 +99,32 @@ def test_an_exception_in_a_sample_names_the_sample_and_ends_all_ranks():
     with pytest.raises(ZeroDivisionError, match="a torn image") as caught:
         record(Breaking, "dp2")
     assert "13" in "".join(caught.value.__notes__)
+
+
+class Skippable(IterableDataset):
+    """Can skip; orders its pass, and perhaps its samples' noise, by the global generators."""
+
+    def __init__(self, noisy, start=0):
+        self.noisy, self.start = noisy, start
+
+    def skip(self, num_samples):
+        return Skippable(self.noisy, num_samples)
+
+    def __iter__(self):
+        plain, order = jobs.points(24), list(range(24))
+        random.shuffle(order)
+        for index in order[self.start :]:
+            inputs, target = plain[index]
+            yield inputs + (0.1 * torch.randn(4, dtype=torch.float64) if self.noisy else 0), target
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_stream_that_can_skip_resumes_with_the_same_samples(noisy, tmp_path):
+    class Skipping(jobs.Points):
+        def data(self):
+            return Skippable(noisy)
+
+    (whole,) = record(lambda: Skipping(steps=4))
+    record(lambda: Skipping(steps=2), folder=tmp_path)
+    (resumed,) = record(lambda: Skipping(steps=4), folder=tmp_path, resume="auto")
+    assert resumed.losses == whole.losses[2:]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import run_processes
 from torch import nn
-from trainings import record
+from trainings import assert_same_training, record
 
 from shoal.errors import DataError, JobError, LayoutError, NumericsError, ShoalError, WorldError
 from shoal.job import Sum
@@ -515,7 +515,7 @@ def test_blame_meets_in_batch_norm_and_leaves_the_statistics_alone(layout):
     found = record(lambda: Endless(batch_size=3, nonfinite="skip", steps=2), layout)
     for seen in found:
         assert sum("the loss is not finite on rank" in note for note in seen.notes) == 2
-        assert int(seen.state["1.num_batches_tracked"]) == 2
+        assert int(seen.state["1.num_batches_tracked"]) == 0  # both were skipped, and left no trace
 
 
 def test_batch_statistics_in_evaluation_are_refused_where_ranks_would_share_them():
@@ -553,3 +553,198 @@ def test_the_world_must_be_the_one_that_the_layout_needs():
         return True
 
     assert run_processes(open_dp4, 2) == [True, True]
+
+
+# --- what a hostile tester found
+
+
+class Chosen(nn.Module):
+    """Ranks draw different numbers, and so call different norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head((self.first if rank_of_this_process() == 0 else self.second)(x))
+
+
+def test_statistics_of_two_norms_are_never_merged():
+    class Choosing(jobs.Points):
+        def model(self):
+            return Chosen()
+
+    refused(Choosing, "dp2", JobError, "some ranks are in the BatchNorm '(first|second)' while this one is in")
+    record(Choosing)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_are_refused_where_they_would_see_a_part(register):
+    class Hooked(jobs.Points):
+        def model(self):
+            model = super().model()
+            hook = (lambda grad: grad.clamp(-0.1, 0.1)) if register == "register_hook" else (lambda param: None)
+            getattr(model[0].weight, register)(hook)
+            return model
+
+    refused(Hooked, "dp2", JobError, "0.weight has a gradient hook")
+    refused(Hooked, "lone:micro=2", JobError, "0.weight has a gradient hook")
+    record(Hooked)
+
+
+def test_a_buffer_that_every_forward_moves_is_refused_under_micro_batches():
+    class Spectral(jobs.Points):
+        def model(self):
+            return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 3))
+
+    refused(lambda: Spectral(batch_size=8), "dp2:micro=2", JobError, "once for every micro-batch")
+    (reference,) = record(Spectral)
+    assert_same_training(record(Spectral, "dp2"), reference)
+
+
+@pytest.mark.parametrize("layout", ["lone", "dp2"])
+def test_a_skipped_step_leaves_no_trace_in_running_statistics(layout):
+    class NormedPoison(Poisoned):
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+        def evaluation(self):
+            return None
+
+    for seen in record(lambda: NormedPoison(nonfinite="skip", steps=4), layout):
+        assert sum("skipped" in note for note in seen.notes) == 1
+        assert int(seen.state["1.num_batches_tracked"]) == 3
+        assert all(bool(tensor.isfinite().all()) for tensor in seen.state.values())
+
+
+def test_complex_parameters_are_widened_too():
+    class Phased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    class Phases(jobs.Points):
+        def model(self):
+            return Phased()
+
+    (reference,) = record(Phases)
+    assert reference.state["weight"].dtype == torch.complex128
+    assert_same_training(record(Phases, "dp2"), reference)
+
+
+def test_a_group_that_stands_still_may_stand_still():
+    class Discriminative(jobs.Points):
+        def optimizer(self, params):
+            return torch.optim.AdamW(
+                [{"params": params[2:]}, {"params": params[:2], "lr": 0.0, "weight_decay": 0.0}], lr=1e-3
+            )
+
+    record(Discriminative)
+
+
+class Plain:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def test_outputs_whose_tensors_cannot_be_found_are_refused():
+    class Wrapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return Plain(self.linear(x)) if self.wraps else (x, self.linear.weight)
+
+    class Wrapped(jobs.Points):
+        wraps = True
+
+        def model(self):
+            model = Wrapping()
+            model.wraps = self.wraps
+            return model
+
+        def loss(self, output, batch):
+            logits = output.logits if self.wraps else output[0] @ output[1].T
+            return super().loss(logits, batch)
+
+        def evaluation(self):
+            return None
+
+    class Handing(Wrapped):
+        wraps = False
+
+    refused(Wrapped, "dp2", JobError, "returns a Plain, whose tensors \\(logits\\)")
+    refused(Handing, "dp2", JobError, "hands out a parameter")
+
+
+def test_a_sparse_table_that_some_ranks_do_not_use_is_reduced():
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(9, 3, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            output = self.head(x)
+            large = x[:, 0] > 0.9
+            if large.any():
+                rows = self.table((x[large, 1].abs() * 3).long().clamp(max=8))
+                output = output.index_add(0, large.nonzero()[:, 0], rows)
+            return output
+
+    class Looked(jobs.Points):
+        def model(self):
+            return Looking()
+
+        def optimizer(self, params):
+            return torch.optim.SGD(params, lr=0.1)
+
+    (reference,) = record(lambda: Looked(batch_size=4))
+    used = [grads["table.weight"] is not None for grads in reference.grads]
+    assert True in used
+    assert False in used
+    assert_same_training(record(lambda: Looked(batch_size=4), "dp2"), reference)
+
+
+class Closure(jobs.Points):
+    def optimizer(self, params):
+        return torch.optim.LBFGS(params)
+
+
+class NoMetrics(jobs.Points):
+    def metrics(self, output, batch):
+        return None
+
+
+class NoCount(jobs.Points):
+    def loss(self, output, batch):
+        return Sum(output.sum(), None)
+
+
+class LearnedCount(jobs.Points):
+    def loss(self, output, batch):
+        return Sum(output.sum(), output.square().sum())
+
+
+class NoRate(jobs.Points):
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("job", "match"),
+    [
+        (Closure, "a closure"),
+        (NoMetrics, "must be a dict of Sums"),
+        (NoCount, "whose count is NoneType"),
+        (LearnedCount, "whose count depends on parameters"),
+        (NoRate, "the learning rate of step 1 is nan"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_more_mistakes_in_a_job_are_lessons(job, match):
+    refused(job, "lone", JobError, match)

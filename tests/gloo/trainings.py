@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import run_processes
 from torch import Tensor
 
@@ -73,8 +74,9 @@ def walk(run: Run, on_step: Callable[[Run], None] | None = None) -> Record:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Relative Frobenius distance."""
-    scale = max(float(a.double().norm()), float(b.double().norm()))
-    return float((a.double() - b.double()).norm()) / scale if scale else 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    scale = max(float(a.to(wide).norm()), float(b.to(wide).norm()))
+    return float((a.to(wide) - b.to(wide)).norm()) / scale if scale else 0.0
 
 
 def assert_same_training(found: list[Record], reference: Record, tolerance: float = TOLERANCE) -> None:

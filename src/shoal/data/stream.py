@@ -4,7 +4,8 @@ What a data set may offer besides `__iter__`, both optional:
 
 - `set_epoch(epoch)`: called before each pass, to order it anew.
 - `skip(num_samples)`: returns a data set (or an iterator) that yields what follows the first `num_samples` of
-  the pass. A resumed run calls it once, for the first pass; without it the samples are read and passed over.
+  the pass. A resumed run calls it once, for the first pass, where a try shows that it changes nothing; else, and
+  without it, the samples are read and passed over.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import get_worker_info
 
+from shoal.data.digest import digest
 from shoal.data.plan import GlobalBatch, Sharing
 from shoal.data.randomness import seed_streams
 from shoal.errors import DataError
@@ -63,11 +65,21 @@ def _begin(dataset: Any, sharing: Sharing, first_step: int) -> tuple[int, Iterat
     That is `first_step` where the data set can skip and the pass reaches so far. In a later pass nobody knows
     where it begins without having read the ones before: then all is read from step 0.
     """
-    if first_step and callable(getattr(dataset, "skip", None)):
+    if first_step and callable(getattr(dataset, "skip", None)) and _skips_exactly(dataset, sharing.seed):
         samples = _read_pass(dataset, sharing.seed, 0, num_skipped=first_step * sharing.batch_size)
         for sample in samples:
             return first_step, chain([sample], samples)
     return 0, _read_pass(dataset, sharing.seed, 0)
+
+
+def _skips_exactly(dataset: Any, seed: int) -> bool:
+    """Whether what follows a skip is what would have come without it.
+
+    A pass that draws its order, or a sample that draws noise, from the global generators may give others.
+    """
+    plain = list(islice(_read_pass(dataset, seed, 0), 2))
+    skipped = list(islice(_read_pass(dataset, seed, 0, num_skipped=1), 1))
+    return len(plain) == 2 and digest(plain[1:]) == digest(skipped)
 
 
 def _read_pass(dataset: Any, seed: int, epoch: int, *, num_skipped: int = 0) -> Iterator[Any]:
@@ -77,7 +89,8 @@ def _read_pass(dataset: Any, seed: int, epoch: int, *, num_skipped: int = 0) -> 
         dataset.set_epoch(epoch)
     source = iter(dataset.skip(num_skipped) if num_skipped else dataset)
     for position in count(num_skipped):
-        seed_streams(seed, epoch, position)
+        # A pass orders itself at its first sample, wherever that lies.
+        seed_streams(seed, epoch, 0 if position == num_skipped else position)
         try:
             sample = next(source)
         except StopIteration:

@@ -181,6 +181,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, type | types.FunctionType):
         return _named(value)
+    if isinstance(value, set | frozenset):  # in an order of its own in every process
+        return f"{type(value).__name__}({sorted(map(repr, map(_plain, value)))})"
     own_words: object = type(value).__repr__
     if own_words is object.__repr__:
         return f"{_named(type(value))} object"

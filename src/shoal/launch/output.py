@@ -24,7 +24,7 @@ def open_output(log: Path, rank: int, show: Show) -> int:
     else:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
-        sys.stdout, sys.stderr = _text(1), _text(2)
+        sys.stdout, sys.stderr = Tee(_sink(), _text(1)), Tee(_sink(), _text(2))
     return fd
 
 
@@ -41,6 +41,10 @@ def _text(fd: int) -> io.TextIOWrapper:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
+def _sink() -> io.TextIOWrapper:
+    return _text(os.open(os.devnull, os.O_WRONLY))
+
+
 class Tee(io.TextIOBase):
     """A terminal whose text is also kept in a log."""
 
@@ -51,21 +55,22 @@ class Tee(io.TextIOBase):
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        self.log.write(text)
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the training
+            self.log.write(text)
         shown = text
         if self._prefix:
             *lines, self._unfinished = (self._unfinished + text).split("\n")
             shown = "".join(f"{self._prefix}{line}\n" for line in lines)
         try:
             self._shown.write(shown)
-        except BrokenPipeError:
-            self._shown = _text(os.open(os.devnull, os.O_WRONLY))  # whoever read has gone; the training goes on
+        except OSError:
+            self._shown = _sink()  # whoever read has gone; the training goes on
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._shown.flush()
-        self.log.flush()
+        for stream in (self._shown, self.log):
+            with contextlib.suppress(OSError):
+                stream.flush()
 
     def isatty(self) -> bool:
         return self._shown.isatty()

@@ -27,7 +27,7 @@ class Progress:
         stream: IO[str] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        stream = stream or sys.stdout
+        stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  (stdout may be closed; the sink stays)
         kind = _Bar if _is_terminal(stream) else _Lines
         self._view: _View = kind(stream, start_step, total_steps, now)
 
@@ -95,8 +95,9 @@ class _Lines:
         try:
             self._stream.write(text + "\n")
             self._stream.flush()
-        except BrokenPipeError:
-            # Whoever read has gone (`| head`); the training goes on, and Python's own flush at the end finds a sink.
+        except OSError:
+            # Whoever read has gone (`| head`), or a disk is full; the training goes on, and Python's own flush at the
+            # end finds a sink.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ class Scope:
         self.group = group
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.live = True
+        self.names: list[str] = []
 
     def release(self) -> None:
         """The world closes: from here on each rank is alone."""
@@ -54,13 +55,14 @@ class GlobalBatchNorm(_BatchNorm):
     """A BatchNorm whose batch, in training mode, is that of all ranks of its scope."""
 
     scope: Scope
+    index: int  # among the norms of the model
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.scope.num_ranks == 1 or self._has_wrong_channels(input):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]  # untyped in torch
         count = _count(input) if self.scope.live else 0
-        moments = _merge(_gather(_local_moments(input.detach(), count), self.scope))
+        moments = _merge(self._same_norm(_gather(_local_moments(input.detach(), count, self.index), self.scope)))
         # Whoever holds two values knows that the world does; only the others look, and wait for the device.
         num_values = 2 if count > 1 else int(moments.num_values)
         if num_values == 1:
@@ -78,6 +80,21 @@ class GlobalBatchNorm(_BatchNorm):
         """True where torch's own forward must speak, before any collective."""
         sized = self.affine or self.track_running_stats
         return input.dim() < 2 or (sized and input.shape[1] != self.num_features)
+
+    def _same_norm(self, gathered: Tensor) -> Tensor:
+        """The ranks' moments without the index; statistics of two layers must never be merged."""
+        indices, moments = gathered[:, -1], gathered[:, :-1]
+        if gathered.is_cuda:  # looking would wait for the device: what is wrong becomes nan, and stops the step
+            return torch.where((indices != self.index).any(), torch.nan, moments)
+        others = sorted({int(index) for index in indices} - {self.index})
+        if others:
+            raise JobError(
+                f"some ranks are in the BatchNorm {self.scope.names[others[0]]!r} while this one is in "
+                f"{self.scope.names[self.index]!r}. Its batch is that of all ranks, so all must call the same norms in "
+                "the same order. Are layers dropped or chosen at random? Replicas draw different random numbers: use "
+                "GroupNorm or LayerNorm in such layers, or say batch_norm='local' in the job."
+            )
+        return moments
 
     @torch.no_grad()
     def _track(self, moments: Moments, *, empty: bool) -> None:
@@ -144,7 +161,9 @@ def globalise_batch_norm(model: nn.Module, group: dist.ProcessGroup | None) -> l
             + "\nOr state in the job that each rank normalises its own part: batch_norm='local'."
         )
     converted = {name: norm for name, norm in norms.items() if name not in refused}
-    for norm in converted.values():
+    scope.names = list(converted)
+    for index, norm in enumerate(converted.values()):
+        norm.index = index  # type: ignore[assignment]  # as below
         norm.__class__ = _global_class(type(norm))  # type: ignore[arg-type]  # mypy: a metaclass's __hash__
         norm.scope = scope  # type: ignore[assignment]  # nn.Module types all attributes as tensors or modules
     return list(converted)
@@ -211,19 +230,20 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
     return torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
 
 
-def _local_moments(input: Tensor, count: int) -> Tensor:
-    """[mean, M2, count] of this rank as one (2C + 1) vector of float64; zeros where nothing counts."""
-    moments = input.new_zeros(2 * input.shape[1] + 1, dtype=torch.float64)
+def _local_moments(input: Tensor, count: int, index: int) -> Tensor:
+    """[mean, M2, count, index of the norm] of this rank, (2C + 2) of float64; zeros where nothing counts."""
+    moments = input.new_zeros(2 * input.shape[1] + 2, dtype=torch.float64)
+    moments[-1] = index
     if count == 0:
         return moments
     values = input.to(_compute_dtype(input))
     mean = values.mean(_dims(input))
     m2 = (values - _like_channels(mean, input)).square_().sum(_dims(input))
-    return torch.cat([mean, m2, mean.new_full((1,), count)], out=moments)
+    return torch.cat([mean, m2, mean.new_tensor([count, index])], out=moments)
 
 
 def _gather(moments: Tensor, scope: Scope) -> Tensor:
-    """(2C + 1) of this rank -> (R, 2C + 1) of all."""
+    """(2C + 2) of this rank -> (R, 2C + 2) of all."""
     gathered = moments.new_empty(scope.num_ranks, moments.numel())
     try:
         # Into a list of rows: the one-tensor form was renamed between torch 2.9 and 2.13.

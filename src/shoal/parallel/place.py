@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.norm import globalise_batch_norm, has_batch_norm, release_batch_norm
-from shoal.parallel.replicate import Replica, check_replicable
+from shoal.parallel.replicate import Replica, check_no_hooks, check_replicable
 from shoal.world import World
 
 _KEY = "_shoal_placement"
@@ -59,6 +59,8 @@ def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "loca
     if _KEY in model.__dict__:
         raise JobError("this model is placed already; place it once, and build a new one for another world.")
     check_replicable(model)
+    if world.num_data * world.layout.micro > 1:
+        check_no_hooks(model)
     norms = has_batch_norm(model)
     if norms and batch_norm == "global" and world.layout.micro > 1:
         raise LayoutError(

@@ -5,14 +5,16 @@ what it is, with its own parameter names, and is what a checkpoint, an optimizer
 """
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import JobError
 from shoal.world import World
@@ -35,7 +37,9 @@ class Replica:
         self._model: nn.Module | None = model
         self._world = world
         self._params = list(model.parameters())
+        self._sparse = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
         self._trainable: tuple[bool, ...] = ()
+        self._seen_output = False
         self._ddp: DistributedDataParallel | None = None
         self._syncing = True
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -60,6 +64,12 @@ class Replica:
         finally:
             self._syncing = True
 
+    def settle(self) -> None:
+        """After the backward that reduces: a table in which no rank looked anything up has no gradient."""
+        for param in self._sparse:
+            if param.grad is not None and param.grad.is_sparse and param.grad._nnz() == 0:
+                param.grad = None
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._trains():
             return None
@@ -67,11 +77,18 @@ class Replica:
         if self._ddp is None:
             return None
         self._ddp.require_backward_grad_sync = self._syncing
+        for param in self._sparse if self._syncing else ():
+            if param.grad is None and param.requires_grad:
+                # DDP asks every rank for rows, also one that had none to look up.
+                param.grad = _no_rows(param)
         return self._ddp._pre_forward(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._trains() or self._ddp is None:
             return output
+        if not self._seen_output:
+            check_output(output)
+            self._seen_output = True
         return self._ddp._post_forward(output)  # type: ignore[no-untyped-call]
 
     def _trains(self) -> bool:
@@ -104,6 +121,12 @@ class Replica:
         return ddp
 
 
+def _no_rows(table: Tensor) -> Tensor:
+    """The gradient of a table (rows, width) in which nothing was looked up, of the kind that a look-up makes."""
+    nowhere = torch.zeros(1, 0, dtype=torch.int64, device=table.device)
+    return torch.sparse_coo_tensor(nowhere, table.new_zeros(0, table.shape[1]), table.shape, check_invariants=False)
+
+
 def _keep(
     state: None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported from C++
@@ -112,6 +135,42 @@ def _keep(
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def check_output(output: Any) -> None:
+    """Refuse an output in which the tensors cannot be found: from them the used parameters are told.
+
+    Raises:
+        JobError: an object of a class of one's own, or a parameter that is handed out as it is.
+    """
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, nn.Parameter):
+            raise JobError(
+                f"the model hands out a parameter of shape {tuple(leaf.shape)} as it is, and the loss uses it outside "
+                "of the forward, where data parallelism does not see it. Use it inside, or return `param * 1`."
+            )
+        if not isinstance(leaf, Tensor) and not dataclasses.is_dataclass(leaf) and hasattr(leaf, "__dict__"):
+            held = [name for name, value in vars(leaf).items() if isinstance(value, Tensor)]
+            if held:
+                raise JobError(
+                    f"the model returns a {type(leaf).__qualname__}, whose tensors ({', '.join(held[:3])}) nobody can "
+                    "find. Return a tensor, tuple, list, dict or dataclass."
+                )
+
+
+def check_no_hooks(model: nn.Module) -> None:
+    """Refuse gradient hooks on parameters where ranks or micro-batches see parts of the gradient.
+
+    Raises:
+        JobError: naming the parameter.
+    """
+    for name, param in model.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):  # absent before torch 2.1
+            raise JobError(
+                f"{name} has a gradient hook. It would see the gradient of one rank's (or micro-batch's) part, before "
+                "it is added up, and so do something else in every layout. Clip with clip_grad_norm in the job, or "
+                "change gradients in the optimizer's own step."
+            )
 
 
 def check_replicable(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """assemble(job, world) -> Run: everything between a job and its first step, once, for every verb."""
 
+import inspect
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,7 +80,7 @@ def assemble(
         ),
         folder=run_folder,
         save_every=save_every,
-        _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler),
+        _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=tokens or 1),
     )
     if note:
         run.say(note)
@@ -105,9 +106,17 @@ def _build_model(job: Job, world: World) -> nn.Module:
     check_replicable(model)
     if not model.training:
         model.train()  # as a whole in evaluation mode, as loaded weights often are; a part that is, is meant so
-    model = model.to(world.device, torch.float64 if job.precision == "fp64" else None)
+    model = model.to(world.device)
+    if job.precision == "fp64":
+        model._apply(_widen)  # type: ignore[no-untyped-call]
     check_same_model(model, world)
     return model
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | None, str]:
@@ -115,7 +124,8 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
     options: dict[str, Any] = {
         "batch_size": job.batch_size,
         "seed": job.seed,
-        "collate": job.collate,
+        # torch's own draws nothing, so that nothing need be seeded for it.
+        "collate": None if type(job).collate is Job.collate else job.collate,
         "num_workers": world.layout.workers,
     }
     dataset = job.data()
@@ -181,6 +191,11 @@ def _build_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
         raise JobError(f"{type(job).__name__}.model() has no trainable parameter: nothing would be trained.")
     optimizer = job.optimizer(params)
     check_optimizer(optimizer, model)
+    if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+        raise JobError(
+            f"{type(optimizer).__name__} wants to compute the loss several times in one step (a closure), and a step "
+            "here computes it once. Take another optimizer, or write the loop yourself (docs/jobs.md)."
+        )
     use_fused(optimizer)
     scheduler = job.scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

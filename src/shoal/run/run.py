@@ -69,20 +69,24 @@ class Run:
         if first and batch.digest:
             self.world.agree({"the samples of the first global batch of the stream": batch.digest})
         before = fingerprints(self.model) if first else {}
+        lrs = self._learning_rates() if first else {}
         with self.recorder.step(batch):
             result = self._engine(batch, stop=stop)
         self.step = result.step
         self.stopped = result.stop
         if first:
-            self._check_first(before, result)
+            self._check_first(before, result, lrs)
         self._inside = False
         return result
 
-    def _check_first(self, before: dict[str, str], result: StepResult) -> None:
+    def _learning_rates(self) -> dict[int, float]:
+        return {id(p): float(group["lr"]) for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _check_first(self, before: dict[str, str], result: StepResult, lrs: dict[int, float]) -> None:
         check_replicas(self.model, self.world, result.step)
         if result.skipped:
             return
-        without = check_first_step(before, self.model, self.optimizer, result.lr)
+        without = check_first_step(before, self.model, self.optimizer, lrs)
         if without:
             self.say(
                 f"{len(without)} trainable parameters got no gradient in this step and stay as they are, as in one "

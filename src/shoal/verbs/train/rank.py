@@ -1,11 +1,13 @@
 """One process of `shoal train`: open the world, enter the run's folder, walk the loop."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.errors import JobError
 from shoal.job import Job, load_job, with_fields
 from shoal.settings import Settings, TrainSettings
 from shoal.verbs.train.loop import run_job
@@ -28,7 +30,8 @@ def train_here(
         with World.open(values.layout, place=place, device=values.device, timeout_min=values.timeout_min) as world:
             folder = Path(world.decide(lambda: str(choose_folder())))
             if world.rank == 0 and not quiet:
-                print(settings.table(), flush=True)
+                with contextlib.suppress(OSError):  # a terminal that has gone, or is full, ends no training
+                    print(settings.table(), flush=True)
             run = run_job(
                 job,
                 world,
@@ -41,6 +44,8 @@ def train_here(
                 tensorboard=values.tensorboard,
                 quiet=quiet,
             )
+    except SystemExit as stop:
+        raise JobError(f"the job's own code called sys.exit({stop.code}), and so ended the training.") from stop
     finally:
         torch.set_num_threads(threads_before)
     return (143 if run.stopped else 0), folder
