@@ -1,6 +1,7 @@
 """The command line: parse, import one verb, call it. Nothing heavy is imported before a verb runs."""
 
 import contextlib
+import difflib
 import json
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def train(
     job: JobName,
     layout: Annotated[str | None, typer.Option(help="Where it runs: lone, dp2, dp4:micro=2,workers=2")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: lr=3e-4 (repeatable).")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with these settings and a table [set].")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with these settings and a table \\[set].")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, over the job's own.")] = None,
     # torchrun takes the first spelling for one of its own flags, even behind `-m shoal`.
     run: Annotated[
@@ -182,10 +183,27 @@ def _print_json(result: Any) -> None:
     typer.echo(json.dumps(result, default=str))
 
 
+def _check_train_flags(words: list[str]) -> None:
+    """A field of the job is no flag; typer would only say that there is none."""
+    if words[:1] != ["train"]:
+        return
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]  # a group
+    known = {name for param in command.params for name in param.opts} | {"--help"}
+    for word in words[1:]:
+        name = word.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and len(name) > 2 and name not in known:
+            field = name[2:].replace("-", "_")
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = f"Did you mean {close[0]}?" if close else f"A value of the job is set so: --set {field}=..."
+            sys.stderr.write(f"there is no flag {name}. {hint}\n")
+            sys.exit(USAGE)
+
+
 def main() -> NoReturn:
     """Run the command line; exit 0 done, 1 failed, 2 a mistake that the message explains, 130 Ctrl-C, 143 SIGTERM."""
     before_torch()
     try:
+        _check_train_flags(sys.argv[1:])
         app(prog_name="shoal")
     except ShoalError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from shoal.step import Forward, seed_everything
 from shoal.world import World
 
 
-def evaluate(job: Job, model: nn.Module, data: Shared, world: World) -> dict[str, Tensor]:
+def evaluate(
+    job: Job, model: nn.Module, data: Shared, world: World, *, num_steps: int | None = None
+) -> dict[str, Tensor]:
     """`loss` and the job's metrics over a dataset, equal on every rank and to one process.
 
     The model is in evaluation mode and each module returns to the mode it had; there is no gradient and no collective
-    inside it, so a rank without samples simply waits at the end.
+    inside it, so a rank without samples simply waits at the end. With `num_steps`, only the first batches are seen.
     """
     modes = [(module, module.training) for module in model.modules()]
     forward = Forward(job, model, world)
@@ -30,7 +33,7 @@ def evaluate(job: Job, model: nn.Module, data: Shared, world: World) -> dict[str
     cuts = world.num_data * world.layout.micro > 1
     try:
         with torch.no_grad():
-            for batch in data.batches():
+            for batch in islice(data.batches(), num_steps):
                 for part in batch.micro if batch.num_samples else ():
                     output, moved, loss = forward(part)
                     if cuts and not sums:

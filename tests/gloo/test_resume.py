@@ -194,3 +194,35 @@ def test_a_rank_that_cannot_see_the_checkpoint_stops_all(tmp_path):
 
     with pytest.raises(CheckpointError, match=r"rank 1 cannot read the checkpoint.*every host sees it"):
         record(Points, "dp2", folder=tmp_path / "new", resume=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "one_cycle", "sequential"])
+def test_a_schedule_made_for_a_number_of_steps_does_not_go_on_to_more(kind, tmp_path):
+    class Scheduled(jobs.Points):
+        def scheduler(self, optimizer):
+            schedules = torch.optim.lr_scheduler
+            if kind == "cosine":
+                return schedules.CosineAnnealingLR(optimizer, T_max=self.steps)
+            if kind == "one_cycle":
+                return schedules.OneCycleLR(optimizer, max_lr=0.1, total_steps=self.steps)
+            rise = schedules.LinearLR(optimizer, total_iters=2)
+            return schedules.SequentialLR(
+                optimizer, [rise, schedules.CosineAnnealingLR(optimizer, T_max=self.steps)], milestones=[2]
+            )
+
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        record(lambda: Scheduled(steps=6), on_step=stop_at(4), folder=tmp_path, save_every=2)
+    with pytest.raises(CheckpointError, match="made for a number of steps"):
+        record(lambda: Scheduled(steps=9), folder=tmp_path, resume="auto")
+    (resumed,) = record(lambda: Scheduled(steps=6), folder=tmp_path, resume="auto")
+    assert len(resumed.losses) == 2
+
+
+def test_a_mistake_in_the_metrics_is_found_before_the_first_step(tmp_path):
+    class Mistaken(jobs.Points):
+        def metrics(self, output, batch):
+            return {"accuracy": (output.argmax(-1) == batch[1]).double().mean()}
+
+    with pytest.raises(ShoalError, match="metric 'accuracy' is Tensor, not a Sum"):
+        record(Mistaken, folder=tmp_path)
+    assert checkpoint_steps(tmp_path) == []

@@ -111,7 +111,7 @@ def test_every_verb_that_prints_a_result_can_print_json(cli: Cli, verb: list[str
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["train"], "Missing argument 'JOB'."),
-        (["train", "digits", "--lyaout", "dp2"], "No such option: --lyaout"),
+        (["train", "digits", "--lyaout", "dp2"], "there is no flag --lyaout"),
         (["train", "digits", "--steps", "many"], "Invalid value for '--steps'"),
         (["train", "digits", "--layout"], "Option '--layout' requires an argument"),
         (["checkpoint", "exprot"], "No such command 'exprot'. Did you mean 'export'?"),

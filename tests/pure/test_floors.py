@@ -18,7 +18,7 @@ FLOORS = {
     **dict.fromkeys(["job", "layout", "cluster", "settings"], 1),
     "mesh": 2,
     "world": 3,
-    **dict.fromkeys(["parallel", "data", "launch"], 4),
+    **dict.fromkeys(["parallel", "data", "launch", "additive"], 4),
     **dict.fromkeys(["step", "agreement"], 5),
     **dict.fromkeys(["metrics", "checkpoint", "evaluate", "folder"], 6),
     "run": 7,

@@ -53,6 +53,7 @@ def restore(
     """
     _check_model(tree["model"], model)
     _check_groups(tree["optimizer"]["groups"], model, optimizer)
+    _check_schedule(tree["scheduler"], scheduler)
     model.load_state_dict(dict(tree["model"]))
     _restore_optimizer(tree["optimizer"], model, optimizer)
     if scheduler is not None and tree["scheduler"] is not None:
@@ -87,6 +88,36 @@ def _check_groups(saved: list[dict[str, Any]], model: nn.Module, optimizer: torc
             f"the optimizer's parameter groups differ: {[len(g['params']) for g in saved]} parameters in the "
             f"checkpoint, {list(map(len, own))} now, or in another order."
         )
+
+
+# How far a schedule has come; all else in its state says what schedule it is.
+_PROGRESS = {"last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "_initial_step"}
+
+
+def _check_schedule(saved: Mapping[str, Any] | None, scheduler: Scheduler | None) -> None:
+    """The schedule as the job builds it now is the one that was saved; one made for another number of steps is not."""
+    if saved is None or scheduler is None:
+        return
+    before, now = _constants(saved), _constants(scheduler.state_dict())
+    differ = [f"{name}: saved {before[name]!r}, now {now[name]!r}" for name in before if before[name] != now.get(name)]
+    if differ:
+        raise CheckpointError(
+            f"the learning-rate schedule of the checkpoint is another one ({'; '.join(differ[:3])}). A schedule made "
+            "for a number of steps cannot go on to more: the run would not be the one that was never interrupted. "
+            "Resume with the steps that it was made for, or start afresh."
+        )
+
+
+def _constants(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if key == "_schedulers" and isinstance(value, list):
+            for index, inner in enumerate(value):
+                found |= _constants(inner, f"{name}[{index}].")
+        elif key not in _PROGRESS and isinstance(value, int | float | str | list | tuple):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _restore_optimizer(saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -64,7 +64,7 @@ def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "loca
     norms = has_batch_norm(model)
     if norms and batch_norm == "global" and world.layout.micro > 1:
         raise LayoutError(
-            f"micro={world.layout.micro} would split the batch of {norms[0]} (BatchNorm) and change the training: "
+            f"micro={world.layout.micro} would split the batch of the BatchNorm {norms[0]!r} and change the training: "
             "its statistics belong to the whole global batch. Drop micro=, replace BatchNorm by GroupNorm, or say "
             "in the job that statistics of each micro-batch are wanted: --set batch_norm=local"
         )

@@ -6,6 +6,7 @@ what it is, with its own parameter names, and is what a checkpoint, an optimizer
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -87,8 +88,10 @@ class Replica:
         if not self._trains() or self._ddp is None:
             return output
         if not self._seen_output:
-            check_output(output)
             self._seen_output = True
+            check_output(output)
+            with _native_silence():
+                return self._ddp._post_forward(output)  # type: ignore[no-untyped-call]
         return self._ddp._post_forward(output)  # type: ignore[no-untyped-call]
 
     def _trains(self) -> bool:
@@ -119,6 +122,20 @@ class Replica:
         if self._world.kind == "fake":
             ddp.register_comm_hook(None, _keep)
         return ddp
+
+
+@contextlib.contextmanager
+def _native_silence() -> Iterator[None]:
+    """For the first forward: the reducer warns natively that it looks for unused parameters, which it is told to do."""
+    kept = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(sink)
+        os.close(kept)
 
 
 def _no_rows(table: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from shoal.checkpoint.pack import pack
 from shoal.data import Shared, share
 from shoal.data.digest import digest
 from shoal.errors import CheckpointError, DataError, JobError
+from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
 from shoal.job import Job, Params, Scheduler, check_job, identity
 from shoal.metrics.ledger import Ledger
@@ -82,6 +83,8 @@ def assemble(
         save_every=save_every,
         _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=tokens or 1),
     )
+    if evaluation is not None:
+        _rehearse(job, model, world)
     if note:
         run.say(note)
     _warn_of_lonely_samples(run)
@@ -94,6 +97,14 @@ def assemble(
         run._resume(Path(path))
     run.recorder.start(run.step)
     return run
+
+
+def _rehearse(job: Job, model: nn.Module, world: World) -> None:
+    """Evaluate one batch, so that a mistake in the metrics is found now and not when all is trained."""
+    options: dict[str, Any] = {"batch_size": job.batch_size, "seed": job.seed, "collate": _collate(job)}
+    seed_everything(job.seed, "data")
+    first = share(job.evaluation(), world, shuffle=False, epochs=1, **options)
+    evaluate(job, model, first, world, num_steps=1)
 
 
 def _build_model(job: Job, world: World) -> nn.Module:
@@ -124,8 +135,7 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
     options: dict[str, Any] = {
         "batch_size": job.batch_size,
         "seed": job.seed,
-        # torch's own draws nothing, so that nothing need be seeded for it.
-        "collate": None if type(job).collate is Job.collate else job.collate,
+        "collate": _collate(job),
         "num_workers": world.layout.workers,
     }
     dataset = job.data()
@@ -156,6 +166,11 @@ def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World)
             "batch by itself, and its result would depend on how many ranks share it. Keep running statistics, or "
             "leave Job.evaluation() out."
         )
+
+
+def _collate(job: Job) -> Any:
+    # torch's own draws nothing, so that nothing need be seeded for it.
+    return None if type(job).collate is Job.collate else job.collate
 
 
 def _look_at_samples(job: Job, world: World, dataset: Any, data: Shared) -> tuple[int | None, str, str]:

@@ -207,7 +207,8 @@ class Run:
             raise CheckpointError(
                 f"{path} is of another training; these differ:\n  "
                 + "\n  ".join(differs)
-                + "\nStart afresh (--resume never, another --run), or set the values back."
+                + "\nSet the values back, name the run to go on with (--run runs/that), or start afresh "
+                "(--resume never)."
             )
         restore(checkpoint.tree, self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
         self.step = self._saved = checkpoint.step

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.errors import ShoalError, WorldError
+from shoal.errors import LayoutError, ShoalError, WorldError
 from shoal.layout import Layout, check_world
 from shoal.mesh import Mesh
 from shoal.world.device import find_device
@@ -101,7 +101,13 @@ class World:
             size = layout.num_ranks
             place = place or Place(size=size, local_size=size, source="flags")
         place = place or Place.find()
-        check_world(layout, place.size)
+        try:
+            check_world(layout, place.size)
+        except LayoutError as error:
+            if place.source != "lone":
+                raise
+            start = f"shoal launch --nproc-per-node {layout.num_ranks} script.py"
+            raise LayoutError(f"{error}\nA script of your own is started by: {start}") from None
         kind = _kind(kind, place)
         world = World(
             kind=kind,

@@ -48,7 +48,8 @@ def _say_where_it_begins(run: Run, resume: str) -> None:
     if run.step == last:
         run.say(f"nothing left to train: all {last} steps are done")
     elif run.step == 0 and resume == "auto":
-        run.say("no checkpoint to resume from: starts at step 0")
+        where = run.folder.path if run.folder else "no folder"
+        run.say(f"no checkpoint to resume from in {where}: starts at step 0 (a run elsewhere: --run runs/that)")
 
 
 def _check_saved(run: Run) -> None:
