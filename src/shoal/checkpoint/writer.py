@@ -1,5 +1,7 @@
 """Save a running training without stopping it: copy, hand over to a thread, keep the newest few."""
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +15,8 @@ from shoal.checkpoint.shelf import list_checkpoints, remove_checkpoint
 from shoal.checkpoint.snapshot import HostBuffer, Image
 from shoal.checkpoint.write import commit, failure, new_header, open_folder, reason
 from shoal.errors import CheckpointError
+
+_NICENESS = 10  # of the writing thread, where the steps compete with it for cores
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Writer:
 
     def _run(self, image: Image, header: Manifest, blocked_s: float) -> None:
         started = time.perf_counter()
+        if sys.platform == "linux":  # there a thread has a niceness of its own: the steps go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             path = commit(self.folder, image, header)
             write_s = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import shutil
@@ -188,7 +189,7 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
     threads = _threads(plan, screen)
     kills = num_memory_kills()
     began = time.monotonic()
-    with stop_requests() as asked:
+    with stop_requests() as asked, _frozen_heap():
         try:
             for rank in range(plan.num_ranks):
                 if asked:
@@ -207,6 +208,16 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
     )
     _tell(outcome, plan.num_ranks, asked, screen)
     return outcome
+
+
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """What this process has imported is no garbage: ranks need not look through it, nor copy its pages by looking."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _tell(outcome: Outcome, num_ranks: int, asked: list[int], screen: Screen) -> None:

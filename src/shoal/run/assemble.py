@@ -56,7 +56,7 @@ def assemble(
     world.layout.require_available()
     world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
     model = _build_model(job, world)
-    data, evaluation, tokens, note = _build_data(job, world)
+    data, evaluation, rehearsal, tokens, note = _build_data(job, world)
     _check_evaluation(model, evaluation, world)
     place(model, world, batch_norm=job.batch_norm)
     optimizer, scheduler = _build_optimizer(job, model)
@@ -83,8 +83,9 @@ def assemble(
         save_every=save_every,
         _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=tokens or 1),
     )
-    if evaluation is not None:
-        _rehearse(job, model, world)
+    if rehearsal is not None:
+        # Two samples per rank, so that a mistake in the metrics is found now and not when all is trained.
+        evaluate(job, model, rehearsal, world, num_steps=1)
     if note:
         run.say(note)
     _warn_of_lonely_samples(run)
@@ -97,14 +98,6 @@ def assemble(
         run._resume(Path(path))
     run.recorder.start(run.step)
     return run
-
-
-def _rehearse(job: Job, model: nn.Module, world: World) -> None:
-    """Evaluate one batch, so that a mistake in the metrics is found now and not when all is trained."""
-    options: dict[str, Any] = {"batch_size": job.batch_size, "seed": job.seed, "collate": _collate(job)}
-    seed_everything(job.seed, "data")
-    first = share(job.evaluation(), world, shuffle=False, epochs=1, **options)
-    evaluate(job, model, first, world, num_steps=1)
 
 
 def _build_model(job: Job, world: World) -> nn.Module:
@@ -130,7 +123,7 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | None, str]:
+def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, Shared | None, int | None, str]:
     seed_everything(job.seed, "data")
     options: dict[str, Any] = {
         "batch_size": job.batch_size,
@@ -144,6 +137,10 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
     seed_everything(job.seed, "data")
     held_out = job.evaluation()
     evaluation = None if held_out is None else share(held_out, world, shuffle=False, epochs=1, **options)
+    rehearsal = None
+    if held_out is not None and not isinstance(held_out, IterableDataset):  # a stream might be used up
+        few = options | {"batch_size": 2 * world.num_data, "num_workers": 0}
+        rehearsal = share(held_out, world, shuffle=False, epochs=1, **few)
     tokens, samples, note = _look_at_samples(job, world, dataset, data)
     # A data set that a rank has cut, split or drawn by itself would be cut a second time.
     world.agree(
@@ -154,7 +151,7 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, int | No
             "the length of the evaluation data": evaluation and evaluation.num_samples,
         }
     )
-    return data, evaluation, tokens, note
+    return data, evaluation, rehearsal, tokens, note
 
 
 def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World) -> None:

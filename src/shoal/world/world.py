@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shoal.errors import LayoutError, ShoalError, WorldError
 from shoal.layout import Layout, check_world
 from shoal.mesh import Mesh
-from shoal.world.device import find_device
+from shoal.world.device import find_device, keep_freed_memory
 from shoal.world.group import Limits, Opened, open_group
 from shoal.world.place import Place
 from shoal.world.roll import span
@@ -116,6 +116,8 @@ class World:
             place=place,
             device=find_device("cpu" if kind == "fake" else device, place),
         )
+        if world.device.type == "cpu":
+            keep_freed_memory()
         if kind == "lone":
             yield world
             return

@@ -137,7 +137,7 @@ def _one_thread() -> Iterator[None]:
 
     loaded = sys.modules.get("torch")
     before = loaded.get_num_threads() if loaded else default_threads(1)
-    warm_up(also=("shoal.run",))
+    warm_up(also=("shoal.run", "psutil"))
     try:
         yield
     finally:
