@@ -23,9 +23,9 @@ WARM_UP = 20
 def shoal_step_s(layout: str, steps: int, *sets: str) -> float:
     """The median over blocks of 10 steps, as metrics.jsonl has them in an ordinary run."""
     with tempfile.TemporaryDirectory() as folder:
+        command = [BIN / "shoal", "train", "gpt", "--layout", layout, "--steps", str(steps), "--run", folder, "--json"]
         subprocess.run(
-            [BIN / "shoal", "train", "gpt", "--layout", layout, "--steps", str(steps), "--run", folder, "--json"]
-            + ["--threads", "1", "--log-every", str(BLOCK), *sets],
+            [*command, "--threads", "1", "--log-every", str(BLOCK), *sets],
             check=True,
             stdout=subprocess.DEVNULL,
             env=ENV,
