@@ -372,7 +372,7 @@ def test_nothing_left_to_train_is_said_and_too_few_steps_are_refused(folder: Pat
     fewer = run("train mine.py --steps 2 --run here --resume auto", folder)
     assert (fewer.code, "is of step 3, and 2 steps are asked for" in fewer.err) == (2, True)
     first = well(run("train mine.py --steps 3 --run new --resume auto", folder))
-    assert "no checkpoint to resume from: starts at step 0" in first.out
+    assert "no checkpoint to resume from in new: starts at step 0" in first.out
 
 
 def test_a_checkpoint_is_listed_and_exported(folder: Path) -> None:

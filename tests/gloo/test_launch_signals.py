@@ -30,6 +30,14 @@ def start_in_a_process(work, num_ranks, folder, num_pids, **options):
     return parent
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_are_heard():
+    """Under nohup they are ignored, and a start respects that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def wait_in_a_collective(place):
     with gloo(place):
         if place.rank == 0:
