@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from trainings import Record, assert_same_training, record
+from trainings import assert_same_training, record, rest_of_run
 
 from shoal.errors import DataError
 
@@ -60,15 +60,7 @@ def test_a_stream_is_resumed_by_consumed_samples(layout, tmp_path):
     (whole,) = record(lambda: Streaming(steps=9))
     record(lambda: Streaming(steps=6), folder=tmp_path)
     resumed = record(lambda: Streaming(steps=9), layout, folder=tmp_path / "next", resume=tmp_path)
-    tail = Record(
-        losses=whole.losses[6:],
-        norms=whole.norms[6:],
-        lrs=whole.lrs[6:],
-        grads=whole.grads[6:],
-        state=whole.state,
-        evaluation=whole.evaluation,
-    )
-    assert_same_training(resumed, tail)
+    assert_same_training(resumed, rest_of_run(6, whole))
 
 
 def test_loaders_and_samplers_are_refused():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from trainings import Record, assert_same_training, checkpoint_steps, record
+from trainings import Record, assert_same_training, checkpoint_steps, record, rest_of_run
 
 from shoal.checkpoint import Writer
 from shoal.errors import CheckpointError, ShoalError
@@ -93,15 +93,7 @@ def test_another_layout_continues_the_same_training(before, after, tmp_path):
     with pytest.raises((KeyboardInterrupt, AssertionError)):
         record(lambda: jobs.Adamant(steps=STEPS), before, on_step=stop_at(6), folder=tmp_path, save_every=6)
     resumed = record(lambda: jobs.Adamant(steps=STEPS), after, folder=tmp_path / "next", resume=tmp_path)
-    tail = Record(
-        losses=whole.losses[6:],
-        norms=whole.norms[6:],
-        lrs=whole.lrs[6:],
-        grads=whole.grads[6:],
-        state=whole.state,
-        evaluation=whole.evaluation,
-    )
-    assert_same_training(resumed, tail)
+    assert_same_training(resumed, rest_of_run(6, whole))
 
 
 def test_fp16_resumes_with_its_loss_scale(tmp_path):

@@ -1,7 +1,7 @@
 """One training recorded in any layout, and the comparison of two: every loss, gradient, weight and figure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ def record(
             return walk(assemble(make_job(), world, quiet=True, **options), on_step)
 
     return run_processes(rank, Layout.parse(layout).num_ranks)
+
+
+def rest_of_run(step: int, whole: Record) -> Record:
+    """What a run that goes on from `step` must see of a whole one."""
+    cut = {name: getattr(whole, name)[step:] for name in ("losses", "norms", "lrs", "grads")}
+    return replace(whole, **cut)
 
 
 def walk(run: Run, on_step: Callable[[Run], None] | None = None) -> Record:
