@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shoal.errors import LaunchError
-
-# Every optimizer and DDP import the second one (half of the time to the first step); nothing else is needed.
-NEEDED = ("torch", "torch._dynamo")
+from shoal.launch.deferred import defer_dynamo
 
 
 def warm_up(also: Sequence[str] = ()) -> None:
@@ -27,9 +25,11 @@ def warm_up(also: Sequence[str] = ()) -> None:
 
 
 def import_needed(also: Sequence[str] = ()) -> None:
-    """Import what a worker needs before its first step: 0.8 s for torch, 0.5 s for what optimizers drag in."""
+    """Import what a worker needs before its first step: torch, without the compiler that optimizers drag in."""
     with _no_collection():
-        for name in (*NEEDED, *also):
+        importlib.import_module("torch")
+        defer_dynamo()
+        for name in also:
             importlib.import_module(name)
 
 
