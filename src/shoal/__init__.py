@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.job import Sum as Sum
     from shoal.job import mean_loss as mean_loss
     from shoal.job import token_loss as token_loss
-    from shoal.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+    from shoal.parallel.place import clip_grad_norm_ as clip_grad_norm_
     from shoal.parallel.place import place as place
     from shoal.run import assemble as assemble
     from shoal.verbs.train import train as train
@@ -28,7 +28,7 @@ _FACE = {
     "Sum": "shoal.job",
     "World": "shoal.world",
     "assemble": "shoal.run",
-    "clip_grad_norm_": "shoal.parallel.clip",
+    "clip_grad_norm_": "shoal.parallel.place",
     "mean_loss": "shoal.job",
     "place": "shoal.parallel.place",
     "share": "shoal.data",

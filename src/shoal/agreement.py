@@ -10,6 +10,7 @@ from torch import nn
 from shoal.data.digest import digest
 from shoal.errors import JobError, NumericsError, WorldError
 from shoal.parallel.clip import dense
+from shoal.parallel.parts import local_of, parts_of
 from shoal.parallel.place import placement_of
 from shoal.world import World
 
@@ -24,7 +25,7 @@ def fingerprints(model: nn.Module, *, leave_out: Iterable[str] = ()) -> dict[str
         *model.named_parameters(),
         *((n, b) for n, b in model.named_buffers() if not n.startswith(outside)),
     ]
-    return {name: digest(tensor) for name, tensor in named}
+    return {name: digest(local_of(tensor)) for name, tensor in named}
 
 
 def check_same_model(model: nn.Module, world: World) -> None:
@@ -59,20 +60,26 @@ def check_same_model(model: nn.Module, world: World) -> None:
 
 
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
-    """Replicas are equal bit for bit, parameters and buffers.
+    """Ranks that hold the same part of a tensor hold it equal bit for bit, parameters and buffers.
 
     Raises:
         WorldError: naming what differs, and on which ranks. Nothing was saved from here.
     """
-    if world.num_data == 1:
+    if world.size == 1:
         return
     prints = fingerprints(model, leave_out=placement_of(model).local_norms)
-    digest = hashlib.sha256(json.dumps(prints).encode()).hexdigest()
-    if len(set(world.gather_text(digest))) == 1:
+    parts = parts_of(model)
+    axes = {name: parts[name].axes if name in parts else () for name in prints}
+    digests = {
+        repr(cut): hashlib.sha256(json.dumps([prints[n] for n in prints if axes[n] == cut]).encode()).hexdigest()
+        for cut in set(axes.values())
+    }
+    rows = [json.loads(row) for row in world.gather_text(json.dumps(digests))]
+    if all(not _odd_ranks([row[repr(cut)] for row in rows], cut, world) for cut in set(axes.values())):
         return
     tables = [json.loads(row) for row in world.gather_text(json.dumps(prints))]
     for name in prints:
-        ranks = [rank for rank, table in enumerate(tables) if table.get(name) != tables[0].get(name)]
+        ranks = _odd_ranks([table.get(name) for table in tables], axes[name], world)
         if ranks:
             is_buffer = name in dict(model.named_buffers())
             why = (
@@ -81,7 +88,14 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
                 if is_buffer
                 else "something changed it on some ranks alone, outside of the optimizer step"
             )
-            raise WorldError(f"after step {step} {name} differs between rank 0 and ranks {ranks}: {why}.")
+            first = world.mesh.group(ranks[0], [axis for axis, _ in world.mesh.axes if axis not in axes[name]])[0]
+            raise WorldError(f"after step {step} {name} differs between rank {first} and ranks {ranks}: {why}.")
+
+
+def _odd_ranks(values: list[str | None], cut: tuple[str, ...], world: World) -> list[int]:
+    """The ranks whose value is not that of the first rank that holds the same part."""
+    same = [axis for axis, _ in world.mesh.axes if axis not in cut]
+    return [rank for rank, value in enumerate(values) if value != values[world.mesh.group(rank, same)[0]]]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
@@ -122,7 +136,7 @@ def check_first_step(
     for name, param in model.named_parameters():
         if param.grad is None:
             without += [name] if param.requires_grad else []
-        elif _must_move(param, lrs.get(id(param), 0.0)) and digest(param) == before[name]:
+        elif _must_move(param, lrs.get(id(param), 0.0)) and digest(local_of(param)) == before[name]:
             raise NumericsError(
                 f"{name} has a gradient but step 1 (lr {lrs[id(param)]:g}) did not change a single bit of it. The "
                 "optimizer does not update the parameter that the model uses."
@@ -139,4 +153,4 @@ def _must_move(param: nn.Parameter, lr: float) -> bool:
     grad = dense(param.grad)
     if not grad.numel():
         return False
-    return lr * min(1.0, float(grad.abs().max())) > _VISIBLE * float(param.detach().abs().max())
+    return lr * min(1.0, float(grad.abs().max())) > _VISIBLE * float(local_of(param.detach()).abs().max())

@@ -1,7 +1,11 @@
 """One error class per room. A message is a short lesson: what was given, the rule, what to do."""
 
 import difflib
+import types
+import typing
 from collections.abc import Iterable
+from enum import Enum
+from typing import Any
 
 
 class ShoalError(ValueError):
@@ -41,3 +45,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def expected(hint: Any) -> str:
+    """What fits a type, in words: `a whole number, such as 64`, `one of relu, gelu`."""
+    args, origin = typing.get_args(hint), typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(map(expected, args))
+    if origin in (list, tuple):
+        return f"{hint}, written as a list: [0.9, 0.95]"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        args = tuple(member.value for member in hint)
+    if args and (origin is typing.Literal or origin is None):
+        return f"one of {', '.join(map(str, args))}"
+    words = {
+        int: "a whole number, such as 64",
+        float: "a number, such as 3e-4",
+        bool: "true or false",
+        str: "a text",
+        types.NoneType: "none",
+    }
+    return words.get(hint) or f"a {getattr(hint, '__name__', hint)}"

@@ -13,7 +13,9 @@ from shoal.additive import check_additive
 from shoal.data import Shared
 from shoal.errors import JobError
 from shoal.job import Job, Sum
-from shoal.step import Forward, seed_everything
+from shoal.parallel.mode import evaluating
+from shoal.parallel.place import placement_of
+from shoal.step import Forward, rounds, seed_everything
 from shoal.world import World
 
 
@@ -22,29 +24,27 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """`loss` and the job's metrics over a dataset, equal on every rank and to one process.
 
-    The model is in evaluation mode and each module returns to the mode it had; there is no gradient and no collective
-    inside it, so a rank without samples simply waits at the end. With `num_steps`, only the first batches are seen.
+    The model is in evaluation mode and each module returns to the mode it had; there is no gradient. Where ranks hold
+    parts of the model, one without samples takes part with a stand-in; else it simply waits at the end. With
+    `num_steps`, only the first batches are seen.
     """
-    modes = [(module, module.training) for module in model.modules()]
     forward = Forward(job, model, world)
     seed_everything(job.seed, "evaluation", world.data_rank)
-    model.eval()
     sums: dict[str, Sum] = {}
+    in_step = placement_of(model).is_cut
     cuts = world.num_data * world.layout.micro > 1
-    try:
-        with torch.no_grad():
-            for batch in islice(data.batches(), num_steps):
-                for part in batch.micro if batch.num_samples else ():
-                    output, moved, loss = forward(part)
-                    if cuts and not sums:
-                        what = f"{type(job).__name__}.metrics()"
-                        check_additive(lambda o, b: _checked(job.metrics(o, b)), output, moved, what)
-                    for name, figure in {"loss": loss, **_checked(job.metrics(output, moved))}.items():
-                        wide = Sum(figure.value.detach().double(), _float(figure.count))
-                        sums[name] = sums[name] + wide if name in sums else wide
-    finally:
-        for module, was_training in modes:  # one by one: a norm that the job froze stays frozen
-            module.training = was_training
+    with evaluating(model), torch.no_grad():
+        for batch in islice(data.batches(), num_steps):
+            for part, live in rounds(batch, world) if in_step or batch.num_samples else ():
+                output, moved, loss = forward(part)
+                if not live:
+                    continue
+                if cuts and not sums:
+                    what = f"{type(job).__name__}.metrics()"
+                    check_additive(lambda o, b: _checked(job.metrics(o, b)), output, moved, what)
+                for name, figure in {"loss": loss, **_checked(job.metrics(output, moved))}.items():
+                    wide = Sum(figure.value.detach().double(), _float(figure.count))
+                    sums[name] = sums[name] + wide if name in sums else wide
     return {name: total.mean() for name, total in _add_over_ranks(sums, world).items()}
 
 
@@ -75,8 +75,8 @@ def _add_over_ranks(sums: dict[str, Sum], world: World) -> dict[str, Sum]:
     }
     parts = [zeros[name] + sums[name] if name in sums else zeros[name] for name in sorted(shapes)]
     flat = torch.cat([torch.cat([part.value.flatten(), part.value.new_tensor([part.count])]) for part in parts])
-    if world.kind == "real":
-        dist.all_reduce(flat, group=world.side_group)
+    if world.kind == "real" and world.num_data > 1:
+        dist.all_reduce(flat, group=world.data_side_group)
     total, start = {}, 0
     for name in sorted(shapes):
         numel = math.prod(shapes[name])

@@ -15,16 +15,20 @@ from shoal.errors import CheckpointError
 
 def new_folder(base: Path) -> Path:
     """Create `base`, or `base-2`, `base-3`, ...: mkdir is atomic, so two runs at once get two folders."""
-    base.parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         try:
-            path.mkdir()
+            path.mkdir(parents=True)
         except FileExistsError:
             number += 1
         else:
             return path
+
+
+def missing(path: Path) -> list[Path]:
+    """What must be made for a folder to be there, the innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -35,7 +35,7 @@ CHOICES = {
     "reshard": (None, True, False),
 }
 MAX_COUNT = 2**20  # a degree beyond a million ranks is a slip of the finger
-AVAILABLE = ("dp", "micro", "workers")
+AVAILABLE = ("dp", "fsdp", "tp", "micro", "workers", "recompute", "compile", "reshard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Layout:
         if missing:
             raise LayoutError(
                 f"{self}: not available yet in this version: {', '.join(missing)}. "
-                "Available: lone, dpN with micro= and workers=."
+                "Available: lone, dp, fsdp, tp and their products, with micro=, workers=, recompute=, compile= and reshard=."
             )
 
 

@@ -11,6 +11,8 @@ stand in `[set]`:
 
 import difflib
 import tomllib
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.errors import ShoalError, nearest
+from shoal.errors import ShoalError, expected, nearest
 
 PREFIX = "SHOAL_"
 
@@ -193,7 +195,23 @@ def _validated(schema: type[Schema], given: Mapping[str, Any], origin: Mapping[s
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise SettingsError(f"{origin[name]}: {name} is {given[name]!r}. {first['msg']}.") from error
+        bound = _BOUNDS.get(first["type"], "").format(**first.get("ctx", {}))
+        rule = bound or _kind(schema.model_fields[name].annotation)
+        raise SettingsError(f"{origin[name]}: {name} is {given[name]!r}; it must be {rule}.") from error
+
+
+_BOUNDS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "finite_number": "finite",
+}
+
+
+def _kind(annotation: Any) -> str:
+    """What fits a setting; that it may be left out (`int | None`) is no value that a person writes."""
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
+    return expected(kinds[0] if kinds else annotation)
 
 
 def _show(value: object) -> str:

@@ -27,7 +27,9 @@ from shoal.errors import JobError, NumericsError, WorldError
 from shoal.job import Job, Scheduler, Sum
 from shoal.parallel.clip import clip_factor, dense, grad_norm, scale_gradients
 from shoal.parallel.norm import set_live
+from shoal.parallel.parts import parts_of
 from shoal.parallel.place import placement_of
+from shoal.precision import Widened
 from shoal.world import World
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,24 +76,49 @@ def use_fused(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = True
 
 
+def rounds(batch: RankBatch, world: World) -> list[tuple[Any, bool]]:
+    """The micro-batches of a rank and whether each is live: as many on every rank, since ranks may meet in a forward.
+
+    A rank with fewer samples than rounds, or with none, fills up with stand-ins, which count nothing.
+    """
+    live = batch.num_samples > 0
+    most = min(world.layout.micro, -(-batch.num_global // world.num_data))
+    own = [(part, live) for part in batch.micro]
+    return own + [(batch.micro[-1], False)] * (most - len(own))
+
+
+def on_device(batch: Any, job: Job, world: World) -> Any:
+    """A batch where the model is; its numbers as wide as the model's in a float64 run."""
+
+    def move(tensor: Tensor) -> Tensor:
+        wide = job.precision == "fp64" and tensor.is_floating_point()
+        return tensor.to(world.device, torch.float64 if wide else None, non_blocking=True)
+
+    return tree_map_only(Tensor, move, batch)
+
+
+def call_of(job: Job, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for a batch: positions and keywords."""
+    inputs = job.inputs(batch)
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
 class Forward:
     """The model applied as the job says: precision, inputs, loss; shared by training and evaluation."""
 
     def __init__(self, job: Job, model: nn.Module, world: World) -> None:
         self._job, self._model, self._world = job, model, world
+        self._placement = placement_of(model)
         self._half = DTYPES[job.precision] if job.precision in ("bf16", "fp16") else None
 
     def __call__(self, batch: Any) -> tuple[Any, Any, Sum]:
         """Returns (output, batch on the device, loss); raises JobError for a loss that is no Sum."""
-        batch = tree_map_only(Tensor, self._to_device, batch)
+        batch = on_device(batch, self._job, self._world)
         with self._autocast():
-            inputs = self._job.inputs(batch)
-            if isinstance(inputs, dict):
-                output = self._model(**inputs)
-            elif isinstance(inputs, tuple):
-                output = self._model(*inputs)
-            else:
-                output = self._model(inputs)
+            args, kwargs = call_of(self._job, batch)
+            output = self._placement.present(self._model(*args, **kwargs))
         return output, batch, self.loss(output, batch)
 
     def loss(self, output: Any, batch: Any) -> Sum:
@@ -99,11 +126,9 @@ class Forward:
         with self._autocast():
             return _checked(self._job.loss(output, batch), type(self._job).__name__)
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        wide = self._job.precision == "fp64" and tensor.is_floating_point()
-        return tensor.to(self._world.device, torch.float64 if wide else None, non_blocking=True)
-
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._job.precision == "fp64":
+            return Widened()
         if self._half is None:
             return contextlib.nullcontext()
         return torch.autocast(self._world.device.type, self._half)
@@ -147,7 +172,9 @@ class Step:
         self._forward = Forward(job, model, world)
         self._placement = placement_of(model)
         self._usual_count = usual_count  # of one sample: 1, or its tokens
-        self._params = list(model.parameters())
+        self._named = dict(model.named_parameters())
+        self._params = list(self._named.values())
+        self._parts = parts_of(model)
         self._checked = False
         self.scaler = torch.amp.GradScaler(world.device.type) if job.precision == "fp16" else None
 
@@ -177,18 +204,18 @@ class Step:
 
     def _forward_backward(self, batch: RankBatch, stop: bool) -> tuple[Tensor, Tensor]:
         """Backward of the loss *sum*; returns [value, count, stop, step, samples] of this rank and of all ranks."""
-        live = batch.num_samples > 0
         if self._placement.global_norms:
-            set_live(self._model, live)
+            set_live(self._model, batch.num_samples > 0)
         # DDP divides by the number of ranks; the usual count brings magnitudes to those of a mean (fp16 needs it).
         # The one factor of `_update` makes it exact; it is 1, and costs nothing, where the count is the usual one.
-        weight = self._world.num_data / (batch.num_global * self._usual_count) if live else 0.0
+        weight = self._world.num_data / (batch.num_global * self._usual_count)
         own = torch.tensor(
             [0.0, 0.0, stop, batch.step, batch.num_global], dtype=torch.float64, device=self._world.device
         )
         totals, work = own, None
-        for index, part in enumerate(batch.micro):
-            last = index == len(batch.micro) - 1
+        parts = rounds(batch, self._world)
+        for index, (part, live) in enumerate(parts):
+            last = index == len(parts) - 1
             with contextlib.nullcontext() if last else self._placement.accumulate():
                 with self._placement.quiet_norms(live), self._same_buffers():
                     output, moved, loss = self._forward(part)
@@ -198,11 +225,11 @@ class Step:
                     own[1] += loss.count
                 if last:
                     totals, work = self._start_totals(own)
-                self._backward(loss.value * weight, batch)
+                self._backward(loss.value * (weight if live else 0.0), batch)
         if work is not None:
             work.wait()
-        if self._placement.replica is not None:
-            self._placement.replica.settle()
+            totals[:2] /= self._world.size / self._world.num_data  # ranks with the same samples count once
+        self._placement.settle()
         return own, totals
 
     @contextlib.contextmanager
@@ -250,7 +277,7 @@ class Step:
         if self.scaler:
             self.scaler.unscale_(self._optimizer)
         to_mean = batch.num_global * self._usual_count / count
-        norm = grad_norm(self._params).to(totals) * to_mean
+        norm = grad_norm(self._named, self._parts, self._world).to(totals) * to_mean
         clip = self._job.clip_grad_norm
         factor = to_mean if clip is None else to_mean * clip_factor(norm, clip)
         lr = float(self._optimizer.param_groups[0]["lr"])

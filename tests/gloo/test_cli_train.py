@@ -416,14 +416,37 @@ def test_an_error_in_the_job_file_is_found_before_a_process_or_a_folder_is_made(
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("layout", ["lone", "dp2"])
+@pytest.mark.parametrize("layout", ["lone", "dp2", "lone:workers=1", "dp2:workers=1"])
 def test_an_error_in_a_step_is_code_1_with_the_users_line(layout: str, folder: Path) -> None:
-    text = (folder / "mine.py").read_text().replace("index % 3, index % 3", "index % 3, {0: 0}[index]")
+    text = (folder / "mine.py").read_text().replace("index % 3, index % 3", "index % 3, {0: 0, 11: 1, 21: 0}[index]")
     (folder / "mine.py").write_text(text)
     done = run(f"train mine.py --layout {layout}", folder)
     assert done.code == 1
     assert "KeyError" in done.err
     assert "mine.py" in done.err
+    assert "in __getitem__" in done.err
+    if layout != "lone:workers=1":  # Python's own traceback, with all that torch says
+        assert "DataLoader worker" not in done.err
+
+
+@pytest.mark.parametrize("layout", ["lone:workers=1", "dp2:workers=1"])
+def test_a_lesson_of_a_loader_worker_is_shown_without_a_traceback(layout: str, folder: Path) -> None:
+    text = "from shoal.errors import DataError\n" + (folder / "mine.py").read_text()
+    lesson = "        if index == 3:\n            raise DataError('sample 3 is torn.')\n"
+    (folder / "mine.py").write_text(text.replace("        return torch.randn", lesson + "        return torch.randn"))
+    done = run(f"train mine.py --layout {layout} --steps 5 --json", folder)  # a whole epoch
+    assert done.code == 2
+    assert [line.partition(": ")[2] for line in done.err.splitlines() if line] == ["sample 3 is torn."]
+
+
+def test_a_job_that_is_refused_alone_leaves_no_folder(folder: Path) -> None:
+    frozen = (
+        (folder / "mine.py").read_text().replace("nn.Linear(width, 3))", "nn.Linear(width, 3)).requires_grad_(False)")
+    )
+    (folder / "mine.py").write_text(frozen)
+    done = run("train mine.py", folder)
+    assert (done.code, "no trainable parameter" in done.err) == (2, True)
+    assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("run_folder", ["mine.py", "mine.py/deeper", "/proc/nowhere"])
@@ -511,6 +534,19 @@ def test_sigterm_to_torchrun_saves_too(folder: Path) -> None:
     assert process.wait(40) != 0
     assert steps_in(folder / "here") == [len(losses(folder / "here"))]
     assert_resumes_bit_equal(folder, folder / "here", "--layout dp2")
+
+
+@pytest.mark.parametrize("layout", ["lone", "dp2"])
+def test_sigterm_before_there_are_ranks_ends_at_once_with_a_line(layout: str, folder: Path) -> None:
+    waits = "import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(60)\n"
+    (folder / "slow.py").write_text(waits + (folder / "mine.py").read_text())
+    started = start(f"train slow.py --layout {layout}", folder)
+    end = time.monotonic() + 60
+    while not (folder / "here").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait(2) == Done(143, "", "SIGTERM: ended; no rank was running.\n")
+    assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("layout", ["lone", "dp2"])

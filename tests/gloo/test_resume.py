@@ -12,6 +12,8 @@ from trainings import Record, assert_same_training, checkpoint_steps, record, re
 
 from shoal.checkpoint import Writer
 from shoal.errors import CheckpointError, ShoalError
+from shoal.run import assemble
+from shoal.world import World
 
 STEPS = 10  # of 4 per epoch, so that steps 4 and 8 end an epoch with a ragged batch
 
@@ -94,6 +96,18 @@ def test_another_layout_continues_the_same_training(before, after, tmp_path):
         record(lambda: jobs.Adamant(steps=STEPS), before, on_step=stop_at(6), folder=tmp_path, save_every=6)
     resumed = record(lambda: jobs.Adamant(steps=STEPS), after, folder=tmp_path / "next", resume=tmp_path)
     assert_same_training(resumed, rest_of_run(6, whole))
+
+
+def test_a_resumed_run_says_the_lr_of_the_step_that_comes(tmp_path):
+    (whole,) = record(Whole)
+    interrupted("lone", 3, tmp_path)
+    with World.open("lone") as world:
+        afresh = assemble(Whole(), world, quiet=True)
+        resumed = assemble(Whole(), world, folder=tmp_path, resume="auto", quiet=True)
+        resumed.close()
+    assert f"lr      {whole.lrs[0]:g} at the start, as" in str(afresh.ledger)
+    assert f"lr      {whole.lrs[3]:g} at step 4, as" in str(resumed.ledger)
+    assert f"{whole.lrs[3]:g}" != f"{whole.lrs[0]:g}"
 
 
 def test_fp16_resumes_with_its_loss_scale(tmp_path):

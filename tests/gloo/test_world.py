@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from ranks import run_processes
 
 from shoal.errors import DataError, LayoutError, WorldError
 from shoal.world import Place, World
+from shoal.world.roll import meet
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -159,6 +161,23 @@ def test_an_absent_rank_is_named_to_all_within_the_limit():
         assert "Missing: 1, 3. Present: 0 (" in told
         assert f"2 ({socket.gethostname()}:" in told
         assert took_s < 4
+
+
+@pytest.mark.parametrize(
+    ("there", "size", "told"),
+    [
+        ([0, 2], 4, "waiting for ranks 1, 3 (2 of 4 are here)\n"),
+        ([0, 1], 3, "waiting for rank 2 (2 of 3 are here)\n"),
+        ([0, 1], 2, ""),
+    ],
+)
+def test_rank_0_says_once_whom_it_waits_for(there, size, told):
+    def rank(index, _, rendezvous):
+        with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(WorldError):
+            meet(stand(there[index], size, rendezvous), limit_s=0.8, notice_s=0.4)
+        return stderr.getvalue()
+
+    assert run_processes(rank, len(there)) == [told, ""]
 
 
 def test_an_absent_rank_0_is_named_within_the_limit():

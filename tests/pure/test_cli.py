@@ -122,10 +122,10 @@ def test_every_verb_that_prints_a_result_can_print_json(cli: Cli, verb: list[str
         (["train", "--seed=3", "digits"], "it is a value of the job: --set seed=3"),
         (["train", "digts"], "JobError: no job 'digts'. Did you mean 'digits'?"),
         (["train", "digits", "--set", "widht=3"], "Digits has no field 'widht'. Did you mean 'width'?"),
-        (["train", "digits", "--set", "width=x"], "JobError: Digits.width is int; 'x' does not fit"),
+        (["train", "digits", "--set", "width=x"], "JobError: Digits.width is 'x'; it must be a whole number"),
         (["train", "digits", "--set", "width"], "SettingsError: --set: 'width' is no job field"),
-        (["train", "digits", "--steps", "0"], "SettingsError: --steps: steps is 0."),
-        (["train", "digits", "--keep", "0"], "SettingsError: --keep: keep is 0."),
+        (["train", "digits", "--steps", "0"], "SettingsError: --steps: steps is 0; it must be at least 1."),
+        (["train", "digits", "--keep", "0"], "SettingsError: --keep: keep is 0; it must be at least 1."),
         (["train", "digits", "--layout", "pd2"], "LayoutError"),
         (["train", "digits", "--layout", "fsdp2"], "LayoutError: fsdp2: not available yet in this version: fsdp."),
         (["train", "digits", "--layout", "dp2", "--nproc-per-node", "3"], "shoal train digits --layout dp2"),
@@ -146,6 +146,20 @@ def test_a_mistake_leaves_no_run_folder_behind(cli: Cli, tmp_path: Path) -> None
     for layout in ("lone", "dp2"):
         assert cli("train", "digits", "--layout", layout, "--set", "width=x").code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", ["runs/digits", "deep/down/here"])
+def test_a_start_that_is_refused_leaves_no_run_folder_behind(cli: Cli, tmp_path: Path, made: str) -> None:
+    words = [] if made == "runs/digits" else ["--run", made]
+    done = cli("train", "digits", "--layout", "dp99999", *words)
+    assert (done.code, "99999 processes on" in done.err) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_is_refused_leaves_a_folder_that_was_there(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "here" / "logs").mkdir(parents=True)
+    assert cli("train", "digits", "--layout", "dp99999", "--run", "here").code == 2
+    assert (tmp_path / "here" / "logs").is_dir()
 
 
 def test_the_version_is_told(cli: Cli) -> None:

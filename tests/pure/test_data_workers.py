@@ -13,6 +13,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from shoal.data import share
+from shoal.errors import DataError, ShoalError
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="Linux ends orphans by a signal")
 
@@ -90,6 +91,27 @@ def test_workers_end_with_an_error_while_its_traceback_is_kept() -> None:
         next(batches)
     assert kept.tb is not None
     assert not any(worker.is_running() for worker in workers)
+
+
+class Torn(Dataset[int]):
+    """A data set that gives a lesson at its last sample."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise DataError("sample 3 is torn. Leave it out.")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_lesson_of_a_worker_is_the_lesson_that_is_read(num_workers: int) -> None:
+    batches = share(Torn(), None, batch_size=2, shuffle=False, num_workers=num_workers, epochs=1).batches()
+    assert next(batches).micro[0].tolist() == [0, 1]
+    with pytest.raises(ShoalError) as caught:
+        next(batches)
+    assert (type(caught.value), str(caught.value)) == (DataError, "sample 3 is torn. Leave it out.")
 
 
 def test_one_set_of_workers_serves_all_epochs() -> None:

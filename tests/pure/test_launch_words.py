@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 from shoal.errors import LaunchError
 from shoal.launch import machine, supervise, warm
@@ -84,6 +85,48 @@ def test_the_cause_of_an_error_is_shown_before_it():
 
     excerpt = raised(work)["excerpt"]
     assert excerpt.index("KeyError: 'first'") < excerpt.index("ValueError: second")
+
+
+class TornError(Exception):
+    """Of two arguments, so that torch cannot make it anew and raises a RuntimeError."""
+
+    def __init__(self, index, why):
+        super().__init__(f"sample {index}: {why}")
+
+
+class Torn:
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        try:
+            raise OSError("no such block")
+        except OSError as cause:
+            self.error.add_note("while reading dataset[0]")
+            raise self.error from cause
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "message"),
+    [
+        (ValueError("torn: at byte 7\n  of 9"), "ValueError", "torn: at byte 7\n  of 9"),
+        (KeyError("label"), "KeyError", "'label'"),
+        (StopAsyncIteration(), "StopAsyncIteration", ""),
+        (TornError(0, "torn"), "TornError", "sample 0: torn"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_inside_a_loader_worker_is_placed_at_the_users_line_there(error, name, message):
+    told = raised(lambda: list(DataLoader(Torn(error), num_workers=1, multiprocessing_context="fork")))
+    assert (told["type"], told["message"]) == (name, f"{message}\nwhile reading dataset[0]".lstrip("\n"))
+    assert told["user_frame"].endswith("in __getitem__")
+    assert told["source_line"] == "raise self.error from cause"
+    assert "Original Traceback" not in told["excerpt"]
+    assert "worker.py" not in told["excerpt"]
+    assert "OSError: no such block" in told["traceback"]
 
 
 def test_a_deep_recursion_still_fits():

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.data.plan import RankBatch
 from shoal.data.reader import Reader
+from shoal.errors import ShoalError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 30
@@ -30,7 +31,10 @@ def load(
     """
     loaded = _start(reader, steps, num_workers, pin_memory)
     try:
-        for batch, micro in iter(partial(next, loaded, None), None):
+        for parts in iter(partial(next, loaded, None), None):
+            if isinstance(parts, ShoalError):
+                raise parts
+            batch, micro = parts
             yield replace(batch, micro=tuple(micro))
     finally:
         # Torch ends the workers when its iterator is collected; the traceback of an error keeps it from that.
@@ -39,14 +43,20 @@ def load(
             end_workers()
 
 
-class _Parts(Dataset[tuple[RankBatch, list[Any]] | None]):
-    """Hands the micro-batches out beside their batch, since the loader pins lists but no dataclass."""
+class _Parts(Dataset[tuple[RankBatch, list[Any]] | ShoalError | None]):
+    """Hands the micro-batches out beside their batch, since the loader pins lists but no dataclass.
+
+    A lesson is handed out too: torch would make a worker's traceback its message.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __getitem__(self, step: int) -> tuple[RankBatch, list[Any]] | None:
-        batch = self._reader[step]
+    def __getitem__(self, step: int) -> tuple[RankBatch, list[Any]] | ShoalError | None:
+        try:
+            batch = self._reader[step]
+        except ShoalError as error:
+            return error
         return None if batch is None else (replace(batch, micro=()), list(batch.micro))
 
 

@@ -97,7 +97,7 @@ class Shared:
     ) -> None:
         self.num_samples = None if is_stream(dataset) else count_samples(dataset)
         self.steps_per_epoch = self.num_samples and count_steps(self.num_samples, sharing.batch_size)
-        self._dataset = dataset
+        self.dataset = dataset
         self._sharing = sharing
         self._collate = collate
         self._num_workers = num_workers
@@ -128,7 +128,7 @@ class Shared:
         a data set may open its files only once it is in a worker.
         """
         digest = hashlib.sha256()
-        dataset = self._dataset
+        dataset = self.dataset
         while isinstance(dataset, Subset):
             digest.update(np.asarray(dataset.indices, dtype=np.int64).tobytes())
             dataset = dataset.dataset
@@ -139,5 +139,5 @@ class Shared:
 
     def _reader(self) -> Reader:
         if self.num_samples is None:
-            return StreamReader(self._dataset, self._sharing, self._collate)
-        return MapReader(self._dataset, self.num_samples, self._sharing, self._collate)
+            return StreamReader(self.dataset, self._sharing, self._collate)
+        return MapReader(self.dataset, self.num_samples, self._sharing, self._collate)

@@ -1,5 +1,6 @@
 """From text to the fields of a job: `--set lr=3e-4`, typed by the annotation of the class."""
 
+import contextlib
 import dataclasses
 import inspect
 import tomllib
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any
 
-from shoal.errors import JobError, nearest
+from shoal.errors import JobError, expected, nearest
 from shoal.job.job import Job, check_job
 
 
@@ -66,15 +67,11 @@ def _typed(field: str, hint: Any, value: Any) -> Any:
     """A value of a field's type; a text is read as TOML, as None, or as it stands, whatever fits first."""
     from pydantic import ValidationError
 
-    adapter, first = _adapter(hint), None
+    adapter = _adapter(hint)
     for reading in _readings(hint, value):
-        try:
+        with contextlib.suppress(ValidationError):
             return adapter.validate_python(reading)
-        except ValidationError as error:
-            first = first or error
-    why = first.errors()[0]["msg"] if first else "a yes or no is no such value"
-    example = " A list is written [0.9, 0.95]." if typing.get_origin(hint) in (tuple, list) else ""
-    raise JobError(f"{field} is {getattr(hint, '__name__', hint)}; {value!r} does not fit: {why}.{example}")
+    raise JobError(f"{field} is {value!r}; it must be {expected(hint)}.")
 
 
 def _adapter(hint: Any) -> Any:

@@ -133,6 +133,10 @@ class Job(ABC):
         """Figures of evaluation besides the loss, as Sums (a confusion matrix is one too)."""
         return {}
 
+    def tensor_plan(self) -> Mapping[str, str]:
+        """How tensor parallelism splits the model, glob -> style; {}: the model's own plan, else inferred."""
+        return {}
+
     def show(self, model: nn.Module, figures: Mapping[str, float]) -> str:
         """What a person sees at the end, besides the figures of the evaluation: a sample, a table."""
         return ""

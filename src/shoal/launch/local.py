@@ -180,13 +180,13 @@ class _Plan:
 
 def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
     plan.check()
-    if plan.log_dir is not None:
+    named = name_of(plan.work) if plan.fresh else None
+    threads = _threads(plan, screen)
+    if plan.log_dir is not None:  # nothing is refused any more: what is refused leaves no folder
         try:
             plan.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"cannot write logs to {plan.log_dir}: {error.strerror}.") from None
-    named = name_of(plan.work) if plan.fresh else None
-    threads = _threads(plan, screen)
     kills = num_memory_kills()
     began = time.monotonic()
     with stop_requests() as asked, _frozen_heap():

@@ -28,13 +28,20 @@ _ECHOES = (
 )
 
 
+# How torch raises an error of a loader worker again: the worker's traceback, as text, in the message.
+_CARRIED = re.compile(r"Caught \S+ in [^\n]+\.\nOriginal (Traceback \(most recent call last\):\n.*)", re.DOTALL)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:  (?!File ).*\n)*', re.MULTILINE)
+_WORDS = re.compile(r"(?:[\w.<>]+\.)?(\w+)(?:: |\n|$)(.*)", re.DOTALL)
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """An exception as JSON: type, message, whole and trimmed traceback, the user's innermost frame."""
     whole = "".join(traceback.format_exception(error))
     place, line = _syntax_place(error) or _place(_user_frames(error))
+    name, message = _name_and_message(error)
     return {
-        "type": type(error).__name__,
-        "message": _message(error)[:MAX_TEXT],
+        "type": name,
+        "message": message[:MAX_TEXT],
         "traceback": whole[-MAX_TEXT:],
         "excerpt": _excerpt(error),
         "user_frame": place,
@@ -80,6 +87,11 @@ def _message(error: BaseException) -> str:
         return f"<its message cannot be shown: {type(second).__name__}>"
 
 
+def _name_and_message(error: BaseException) -> tuple[str, str]:
+    carried = _WORDS.fullmatch(_last_words(error).strip()) if _carried(error) else None
+    return (carried[1], carried[2]) if carried else (type(error).__name__, _message(error))
+
+
 def _syntax_place(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short_path(error.filename)}:{error.lineno}", (error.text or "").strip()
@@ -95,17 +107,38 @@ def _place(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The user's frames of an error; the innermost frame where there is none."""
-    stack = list(traceback.extract_tb(error.__traceback__))
+    stack = _stack(error)
     return [frame for frame in stack if is_users(frame.filename)] or stack[-1:]
 
 
 def _excerpt(error: BaseException) -> str:
     parts = []
     for link in reversed(list(_chain(error))):
-        frames = _trim(list(traceback.extract_tb(link.__traceback__)))
-        name = "".join(traceback.format_exception_only(link))
-        parts.append("".join(traceback.StackSummary.from_list(frames).format()) + name[:2000])
+        frames = _trim(_stack(link))
+        parts.append("".join(traceback.StackSummary.from_list(frames).format()) + _last_words(link)[:2000])
     return "  which led to\n".join(parts[-3:])
+
+
+def _carried(error: BaseException) -> str:
+    """The worker's traceback of an error that torch has carried over from there; of a chain, the last link."""
+    found = _CARRIED.fullmatch(_message(error))
+    return found[1].rpartition("Traceback (most recent call last):\n")[2] if found else ""
+
+
+def _stack(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error, from here into the worker where it arose."""
+    inside = [_frame(*found) for found in _FRAME.findall(_carried(error))]
+    return [*traceback.extract_tb(error.__traceback__), *inside]
+
+
+def _last_words(error: BaseException) -> str:
+    """What Python writes below the frames: type, message, notes."""
+    carried = _carried(error)
+    return _FRAME.split(carried)[-1] if carried else "".join(traceback.format_exception_only(error))
+
+
+def _frame(file: str, line: str, name: str) -> traceback.FrameSummary:
+    return traceback.FrameSummary(file, int(line), name, line=linecache.getline(file, int(line)).strip())
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -142,10 +175,7 @@ def _dumped(block: str) -> list[traceback.FrameSummary]:
     found = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', block, flags=re.MULTILINE)
     # Below the work lie the launcher and, in a forked rank, the parent's own stack.
     found = list(itertools.takewhile(lambda frame: frame[0] != _RANK_FILE, found))
-    return [
-        traceback.FrameSummary(file, int(line), name, line=linecache.getline(file, int(line)).strip())
-        for file, line, name in reversed(found)
-    ]
+    return [_frame(*frame) for frame in reversed(found)]
 
 
 def print_whole(error: BaseException) -> None:

@@ -20,6 +20,7 @@ class Ledger:
     steps_per_epoch: int | None  # None: the data has no length
     steps: int
     lr: float
+    step: int = 0  # done before this run: above 0 after a resume
 
     @staticmethod
     def of(job: Job, world: World, data: Shared, *, lr: float, tokens_per_sample: int | None) -> "Ledger":
@@ -40,11 +41,12 @@ class Ledger:
         tokens = f" ({show_count(self.tokens_per_step)} tokens)" if self.tokens_per_step else ""
         epoch = f"{self.steps_per_epoch} steps per epoch" if self.steps_per_epoch else "a stream without length"
         epochs = f", {self.steps / self.steps_per_epoch:.3g} epochs" if self.steps_per_epoch else ""
+        when = f"at step {self.step + 1}" if self.step else "at the start"
         return (
             f"batch   {each} per micro-batch x {self.micro} accumulated x {self.num_data} data ranks"
             f" = {self.global_batch} samples per step{tokens}\n"
             f"data    {epoch}; {self.steps} steps{epochs}\n"
-            f"lr      {self.lr:g} at the start, as the job says for this global batch; no layout rescales it"
+            f"lr      {self.lr:g} {when}, as the job says for this global batch; no layout rescales it"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Recorder:
         tokens: bool = False,
         tensorboard: bool = False,
         quiet: bool = False,
+        flops_scale: float = 1.0,
     ) -> None:
         self._job, self._world, self._folder = job, world, folder
         self._log_every = log_every or (1 if job.steps <= 50 else 10)
@@ -66,6 +67,7 @@ class Recorder:
         self._clock = StepClock()
         self._meter = open_meter(world.device, torch.get_num_threads())
         self._flops: FlopCount | None = None
+        self._flops_scale = flops_scale
         self._flops_per_sample = 0.0
         self._num_global = 0
         self._peak: Peak | None = None
@@ -139,7 +141,7 @@ class Recorder:
             "perf/data_wait": interval.data_wait,
             "perf/data_wait_mean": interval.data_wait,
             "perf/device_utilisation": self._meter.read(),
-            "perf/model_flops": float(self._flops.model),
+            "perf/model_flops": self._flops.model * self._flops_scale,
             "mem/peak_gib": peak_memory_gib(self._world.device),
         }
         rows = self._world.gather_floats([math.nan if own[key] is None else own[key] for key in _RANK_KEYS])  # type: ignore[misc]
@@ -169,7 +171,7 @@ class Recorder:
         self._probes += 1
         with self._clock.paused():
             own = device_peak(self._world.device, self._job.precision)
-        rows = self._world.gather_floats([own.flops if own else math.nan, float(self._flops.model)])
+        rows = self._world.gather_floats([own.flops if own else math.nan, self._flops.model * self._flops_scale])
         best = max((row[0] for row in rows if not math.isnan(row[0])), default=None)
         if own is None or best is None:
             self._peak = None

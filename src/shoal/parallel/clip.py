@@ -1,13 +1,18 @@
 """One gradient norm for every layout, each parameter counted once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from shoal.parallel.parts import Part, local_of, num_copies
+from shoal.world import World
 
 
 def dense(grad: Tensor) -> Tensor:
-    """The gradient itself, or the rows of a sparse one."""
+    """The gradient itself, of a sparse one its rows, of a sharded one this rank's."""
+    grad = local_of(grad)
     # A sparse gradient lists a row once per use; the rows must be added before they are squared.
     return grad.coalesce().values() if grad.is_sparse else grad
 
@@ -17,17 +22,30 @@ def gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
     return [dense(p.grad) for p in params if p.grad is not None]
 
 
-def grad_norm(params: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm over all gradients, 0-dim. Data-parallel gradients are equal on every rank: nothing is sent."""
-    grads = gradients(params)
-    if not grads:
-        return torch.zeros(())
-    return torch.nn.utils.get_total_norm(grads)
+def grad_norm(params: Mapping[str, nn.Parameter], parts: Mapping[str, Part], world: World) -> Tensor:
+    """The 2-norm over all gradients, 0-dim, equal on every rank; one small collective where any is cut.
+
+    A gradient that is whole counts in full. Of one that is cut each rank adds the squares of what it holds, divided
+    by the number of ranks that hold the same, so that over the world each element counts once.
+    """
+    cut = {name: parts[name] for name in params if name in parts and not parts[name].is_whole}
+    whole = gradients(param for name, param in params.items() if name not in cut)
+    norm = torch.nn.utils.get_total_norm(whole) if whole else torch.zeros((), device=world.device)
+    if not cut or world.kind == "lone":
+        return norm
+    squares = torch.zeros((), dtype=torch.float64, device=world.device)
+    for copies in sorted({num_copies(part, world) for part in cut.values()}):
+        held = gradients(params[name] for name, part in cut.items() if num_copies(part, world) == copies)
+        if held:
+            squares += torch.nn.utils.get_total_norm(held).double() ** 2 / copies
+    if world.kind == "real":
+        dist.all_reduce(squares, group=world.side_group)
+    return (norm.double() ** 2 + squares).sqrt()
 
 
 def scale_gradients(params: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient in place by a 0-dim factor."""
-    grads = [p.grad for p in params if p.grad is not None]
+    grads = [local_of(p.grad) for p in params if p.grad is not None]
     sparse = [grad for grad in grads if grad.is_sparse]
     dense = [grad for grad in grads if not grad.is_sparse]
     if dense:
@@ -39,11 +57,3 @@ def scale_gradients(params: Iterable[nn.Parameter], factor: Tensor) -> None:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """What clipping multiplies gradients with, as torch.nn.utils.clip_grad_norm_ defines it."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of a placed model by their global norm, and return the norm before."""
-    params = list(model.parameters())
-    norm = grad_norm(params)
-    scale_gradients(params, clip_factor(norm, max_norm))
-    return norm

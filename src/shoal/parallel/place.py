@@ -1,15 +1,21 @@
 """A mesh and a model -> the placed model: the one function that knows the order in which a model is spread."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import JobError, LayoutError
+from shoal.parallel.blocks import find_blocks
+from shoal.parallel.clip import clip_factor, grad_norm, scale_gradients
 from shoal.parallel.norm import globalise_batch_norm, has_batch_norm, release_batch_norm
+from shoal.parallel.parts import Part, keep_parts, parts_of
+from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicate import Replica, check_no_hooks, check_replicable
+from shoal.parallel.shard import Shards
+from shoal.parallel.tensor import Sample, Split, split_tensors
 from shoal.world import World
 
 _KEY = "_shoal_placement"
@@ -22,7 +28,9 @@ class Placement:
     world: World
     global_norms: list[str] = field(default_factory=list)
     local_norms: list[str] = field(default_factory=list)
+    split: Split | None = None
     replica: Replica | None = None
+    shards: Shards | None = None
     model: nn.Module | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
@@ -30,7 +38,23 @@ class Placement:
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Within: gradients add up on this rank and are not reduced."""
-        return self.replica.accumulate() if self.replica else contextlib.nullcontext()
+        reduction = self.shards or self.replica
+        return reduction.accumulate() if reduction else contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """After the last backward of a step: what the reduction over the data ranks leaves to do."""
+        for part in (self.shards, self.replica, self.split):
+            if part is not None:
+                part.settle()
+
+    def present(self, output: Any) -> Any:
+        """The model's output as a loss sees it."""
+        return output if self.split is None else self.split.present(output)
+
+    @property
+    def is_cut(self) -> bool:
+        """Ranks hold different parts of the model, so that they must call it equally often, evaluation included."""
+        return self.shards is not None or self.split is not None
 
     @contextlib.contextmanager
     def quiet_norms(self, live: bool) -> Iterator[None]:
@@ -45,22 +69,67 @@ class Placement:
                 norm.train()
 
 
-def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "local"] = "global") -> nn.Module:
+def place(
+    model: nn.Module,
+    world: World,
+    *,
+    batch_norm: Literal["global", "local"] = "global",
+    plan: Mapping[str, str] | None = None,
+    sample: Sample | None = None,
+    keep_cut: bool = False,
+) -> nn.Module:
     """Spread a model over a world; it stays the same module, with the same parameter names.
 
     After it, `loss.backward()` leaves the mean over the data ranks of each rank's gradient in `.grad`.
-    Order (an invariant; later axes join in here): statistics over the global batch, then replication.
+    Order (an invariant): statistics over the global batch, tensor split, recompute, compile, then shards or replicas.
+
+    Args:
+        plan: how tensor parallelism splits the model, glob -> style; inferred where it is left out.
+        sample: (args, kwargs) that the model may be called with; tensor parallelism looks at it.
+        keep_cut: outputs may stay cut; `Placement.present` makes them look whole.
 
     Raises:
-        LayoutError: the layout would split a BatchNorm batch into micro-batches.
+        LayoutError: the layout would split a BatchNorm batch into micro-batches, or does not fit the sizes.
         JobError: the model is placed already, or has parameters without a shape.
     """
     world.layout.require_available()
     if _KEY in model.__dict__:
         raise JobError("this model is placed already; place it once, and build a new one for another world.")
     check_replicable(model)
-    if world.num_data * world.layout.micro > 1:
+    if world.size * world.layout.micro > 1:
         check_no_hooks(model)
+    placement = Placement(world, model=model)
+    _place_norms(model, world, placement, batch_norm)
+    parts = {name: Part.whole(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    if world.mesh.sizes["tp"] > 1:
+        placement.split = split_tensors(model, world, plan=plan, sample=sample, keep_cut=keep_cut)
+        parts |= placement.split.parts
+    _place_blocks(model, world)
+    if world.mesh.sizes["fsdp"] > 1:
+        placement.shards = Shards(model, world)
+        for name, rows in placement.shards.rows.items():
+            parts[name] = parts[name].take(0, [rows], "fsdp")
+    elif world.num_data > 1:
+        placement.replica = Replica(model, world)
+    keep_parts(model, parts)
+    model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
+    return model
+
+
+def _place_blocks(model: nn.Module, world: World) -> None:
+    """Recompute inside, so that a compiled block holds both runs; both under the shards, which must gather first."""
+    layout = world.layout
+    if layout.recompute == "none" and layout.compile == "none":
+        return
+    blocks = find_blocks(model)
+    if layout.recompute != "none":
+        recompute_blocks(model, blocks, layout.recompute)
+    if layout.compile != "none":
+        for name in blocks or [""]:
+            model.get_submodule(name).compile()
+
+
+def _place_norms(model: nn.Module, world: World, placement: Placement, batch_norm: Literal["global", "local"]) -> None:
     norms = has_batch_norm(model)
     if norms and batch_norm == "global" and world.layout.micro > 1:
         raise LayoutError(
@@ -68,16 +137,19 @@ def place(model: nn.Module, world: World, *, batch_norm: Literal["global", "loca
             "its statistics belong to the whole global batch. Drop micro=, replace BatchNorm by GroupNorm, or say "
             "in the job that statistics of each micro-batch are wanted: --set batch_norm=local"
         )
-    placement = Placement(world, model=model)
-    if batch_norm == "global":
-        placement.global_norms = globalise_batch_norm(model, world.side_group)
-        world.at_close(lambda: release_batch_norm(model))
-    else:
+    if batch_norm == "local":
         placement.local_norms = norms
-    if world.kind != "lone":
-        placement.replica = Replica(model, world)
-    model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
-    return model
+        return
+    placement.global_norms = globalise_batch_norm(model, world.data_side_group)
+    world.at_close(lambda: release_batch_norm(model))
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Clip the gradients of a placed model by their global norm, and return the norm before."""
+    params = dict(model.named_parameters())
+    norm = grad_norm(params, parts_of(model), placement_of(model).world)
+    scale_gradients(params.values(), clip_factor(norm, max_norm))
+    return norm
 
 
 def placement_of(model: nn.Module) -> Placement:

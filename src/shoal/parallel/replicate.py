@@ -112,7 +112,7 @@ class Replica:
             warnings.simplefilter("ignore")
             ddp = DistributedDataParallel(
                 self._model,
-                process_group=self._world.group,
+                process_group=self._world.data_group,
                 broadcast_buffers=False,  # buffers are equal by construction, or the run is refused
                 init_sync=False,  # weights are equal by seed, and `assemble` has compared them
                 find_unused_parameters=True,

@@ -17,12 +17,16 @@ from shoal.errors import CheckpointError, DataError, JobError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
 from shoal.job import Job, Params, Scheduler, check_job, identity
+from shoal.metrics.flops import count_flops
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
+from shoal.parallel.mode import evaluating
 from shoal.parallel.place import place, placement_of
 from shoal.parallel.replicate import check_replicable
+from shoal.parallel.tensor import Sample
 from shoal.run.run import Run
-from shoal.step import Step, seed_everything, use_fused
+from shoal.step import Step, call_of, on_device, seed_everything, use_fused
+from shoal.units import show_bytes
 from shoal.world import World
 
 
@@ -58,7 +62,9 @@ def assemble(
     model = _build_model(job, world)
     data, evaluation, rehearsal, tokens, note = _build_data(job, world)
     _check_evaluation(model, evaluation, world)
-    place(model, world, batch_norm=job.batch_norm)
+    sample = _sample_call(job, world, data) if world.mesh.sizes["tp"] > 1 else None
+    whole_flops = _forward_flops(model, sample)
+    place(model, world, batch_norm=job.batch_norm, plan=job.tensor_plan(), sample=sample, keep_cut=True)
     optimizer, scheduler = _build_optimizer(job, model)
     run_folder = RunFolder(Path(folder)) if folder is not None else None
     ledger = Ledger.of(job, world, data, lr=float(optimizer.param_groups[0]["lr"]), tokens_per_sample=tokens)
@@ -78,6 +84,8 @@ def assemble(
             tokens=tokens is not None,
             tensorboard=tensorboard,
             quiet=quiet,
+            # The ranks of tp count what they compute, and what none splits each of them computes.
+            flops_scale=whole_flops / (_forward_flops(model, sample) * world.mesh.sizes["tp"]),
         ),
         folder=run_folder,
         save_every=save_every,
@@ -88,6 +96,14 @@ def assemble(
         evaluate(job, model, rehearsal, world, num_steps=1)
     if note:
         run.say(note)
+    split = placement_of(model).split
+    if split is not None:
+        run.say(str(split))
+        if world.mesh.crosses_nodes("tp"):
+            run.say(
+                f"warning: tp{world.mesh.sizes['tp']} crosses nodes: {show_bytes(split.bytes_per_sample)} per sample "
+                "and step go over the network, and every layer waits for them. Keep tp within a node."
+            )
     _warn_of_lonely_samples(run)
     left_out = check_optimizer(optimizer, model)
     if left_out:
@@ -182,6 +198,26 @@ def _look_at_samples(job: Job, world: World, dataset: Any, data: Shared) -> tupl
     row = sample[0] if isinstance(sample, tuple | list) and sample else sample
     is_tokens = isinstance(row, Tensor) and row.dim() == 1 and row.dtype in (torch.int32, torch.int64)
     return (row.numel() if is_tokens else None), "" if note else digest([sample, middle, last]), note
+
+
+def _sample_call(job: Job, world: World, data: Shared) -> Sample | None:
+    """What the model is called with for two samples of the data, the same on every rank; None for a stream."""
+    dataset = data.dataset
+    if isinstance(dataset, IterableDataset) or not data.num_samples:
+        return None
+    batch = job.collate([_read(job, dataset, index % data.num_samples) for index in range(2)])
+    return call_of(job, on_device(batch, job, world))
+
+
+def _forward_flops(model: nn.Module, sample: Sample | None) -> float:
+    """FLOPs of a forward of the sample; 1 without any."""
+    if sample is None:
+        return 1.0
+    state = torch.get_rng_state()
+    with evaluating(model), torch.no_grad(), count_flops() as count:
+        model(*sample[0], **sample[1])
+    torch.set_rng_state(state)
+    return float(max(count.model, 1))
 
 
 def _read(job: Job, dataset: Any, index: int) -> Any:

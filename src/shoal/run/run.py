@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.job import Job, identity
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
 from shoal.parallel.place import placement_of
-from shoal.step import Step, StepResult
+from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
 
 
@@ -163,11 +163,15 @@ class Run:
     def conclude(self, figures: Mapping[str, torch.Tensor]) -> None:
         """Show how it went: the loss as a picture, what the job wants to show, and where everything is."""
         self.recorder.close()
+        shown = {name: float(value) for name, value in figures.items() if value.numel() == 1}
+        text = ""
+        # Where each rank holds a part of the model, all of them run it, with the same draws; one speaks.
+        if not self.stopped and (self.world.rank == 0 or placement_of(self.model).is_cut):
+            seed_everything(self.job.seed, "show")
+            text = self.job.show(self.model, shown)
         if self.world.rank != 0:
             return
-        shown = {name: float(value) for name, value in figures.items() if value.numel() == 1}
         self.recorder.picture()
-        text = "" if self.stopped else self.job.show(self.model, shown)
         for line in text.splitlines():
             self.recorder.note(line)
         if self.folder is not None:
@@ -212,6 +216,7 @@ class Run:
             )
         restore(checkpoint.tree, self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
         self.step = self._saved = checkpoint.step
+        self.ledger = replace(self.ledger, step=self.step, lr=float(self.optimizer.param_groups[0]["lr"]))
         self.say(f"resumed from {path} (step {checkpoint.step}, saved under layout {checkpoint.manifest.layout})")
 
     def _read_everywhere(self, path: Path) -> Checkpoint:

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,8 @@ class Opened:
     setup_group: "dist.ProcessGroup | None" = None  # on the host and patient: one rank may be preparing data
     met: Met | None = None
     setup_limit: datetime.timedelta = datetime.timedelta()
+    limit: datetime.timedelta = datetime.timedelta(minutes=10)
+    subgroups: dict[tuple[Sequence[int], bool], "dist.ProcessGroup"] = field(default_factory=dict)
     exchanges: Iterator[int] = field(default_factory=itertools.count)
     releases: list[Callable[[], None]] = field(default_factory=list)
 
@@ -87,6 +89,17 @@ class Opened:
             ) from error
         return rows
 
+    def subgroup(self, ranks: Sequence[int], *, side: bool = False) -> "dist.ProcessGroup":
+        """The group of these ranks, this one among them, made when first asked for, by its members alone."""
+        import torch.distributed as dist
+
+        found = self.subgroups.get((ranks, side))
+        if found is None:
+            alone = self.backend != "fake"  # whose other ranks never come
+            found = dist.new_group(list(ranks), timeout=self.limit, use_local_synchronization=alone)
+            self.subgroups[ranks, side] = found
+        return found
+
     def close(self) -> None:
         """Let go of the groups, and tell whoever meets in the same place next.
 
@@ -99,6 +112,7 @@ class Opened:
             with contextlib.suppress(RuntimeError):  # rank 0 may be gone, and the store with it
                 self.met.store.set(f"left/{self.rank}", "")
         self.group = self.side_group = self.setup_group = self.met = None
+        self.subgroups.clear()
 
     def _late(self, number: int) -> list[str]:
         assert self.met is not None
@@ -164,6 +178,7 @@ def _open_real(place: Place, backend: str, met: Met, limits: Limits) -> Opened:
         setup_group=dist.new_group(timeout=limits.setup, backend=on_host),
         met=met,
         setup_limit=limits.setup,
+        limit=limits.collective,
     )
 
 

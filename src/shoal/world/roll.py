@@ -11,7 +11,10 @@ A store may outlive the processes that wrote to it: a rendezvous file after a ki
 a restart. So nobody trusts a verdict that does not name them: they wait for a new roll.
 """
 
+import contextlib
 import json
+import math
+import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # exported from C++
 
 _PAUSE_S = (0.001, 0.02)  # between two looks into the store: first, and at most
+NOTICE_S = 10.0  # after so long, rank 0 says whom it waits for
 READ_S = 2.0  # how long a refused world is kept for those who have yet to read why
 
 
@@ -50,8 +54,8 @@ class Met:
     host: str  # of the meeting; empty for a file
 
 
-def meet(place: Place, *, limit_s: float) -> Met:
-    """Find the other processes of this world.
+def meet(place: Place, *, limit_s: float, notice_s: float = NOTICE_S) -> Met:
+    """Find the other processes of this world; after `notice_s` seconds rank 0 says once, on stderr, who is missing.
 
     Raises:
         WorldError: within `limit_s` seconds: who is absent, twice there, of another mind, or why nobody can be reached.
@@ -62,7 +66,7 @@ def meet(place: Place, *, limit_s: float) -> Met:
         store = _open(meeting, place, deadline)
         call = _Call(store, meeting, Answer(rank=place.rank, size=place.size), deadline, limit_s)
         try:
-            return call.lead() if place.rank == 0 else call.follow()
+            return call.lead(notice_s) if place.rank == 0 else call.follow()
         except RuntimeError as error:
             # The store of an earlier world of these processes, on its way out.
             if place.rank == 0 or meeting.lasting or time.monotonic() > deadline:
@@ -100,9 +104,9 @@ class _Call:
         self._limit_s = limit_s
         self._pause_s = _PAUSE_S[0]
 
-    def lead(self) -> Met:
+    def lead(self, notice_s: float) -> Met:
         """Rank 0: read the answers in the order of their arrival, and judge."""
-        me = self._me
+        me, notice_at = self._me, time.monotonic() + notice_s
         scope = _scope(self._store, me.token)
         self._store.set("roll", json.dumps(asdict(me)))
         answers, trouble = [asdict(me)], None
@@ -112,6 +116,9 @@ class _Call:
                 answers.append(answer)
             else:
                 trouble = self._usurped() or self._late(answers)
+                if time.monotonic() > notice_at and trouble is None:
+                    self._say_who_is_missing(answers)
+                    notice_at = math.inf
                 self._wait()
         scope.set("verdict", json.dumps({"trouble": trouble, "answers": answers}))
         if trouble is not None:
@@ -132,6 +139,13 @@ class _Call:
             return None
         _arrive(_scope(self._store, roll["token"]), self._me)
         return _twice(0, self._me.name, roll["name"])
+
+    def _say_who_is_missing(self, answers: list[dict[str, Any]]) -> None:
+        size, there = self._me.size, _by_rank(answers)
+        missing = [rank for rank in range(size) if rank not in there]
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {span(missing)}"
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            sys.stderr.write(f"waiting for {ranks} ({len(there)} of {size} are here)\n")
 
     def _late(self, answers: list[dict[str, Any]]) -> str | None:
         return self._absent(answers) if time.monotonic() > self._deadline else None

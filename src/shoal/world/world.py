@@ -17,6 +17,7 @@ from shoal.world.roll import span
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,39 @@ class World:
     def side_group(self) -> "dist.ProcessGroup | None":
         """Every rank, for small sums, so that they never queue behind gradients; None unless real."""
         return self.opened.side_group
+
+    def axis_group(self, *axes: str, side: bool = False) -> "dist.ProcessGroup | None":
+        """The ranks that differ from this one on these axes alone; None where it is the only one.
+
+        Collective when first asked for. `side`: for small sums, so that they never queue behind large ones.
+        """
+        ranks = self.mesh.group(self.rank, axes)
+        if self.kind == "lone" or len(ranks) == 1:
+            return None
+        if len(ranks) == self.size:
+            return self.side_group if side else self.group
+        return self.opened.subgroup(ranks, side=side)
+
+    @property
+    def data_group(self) -> "dist.ProcessGroup | None":
+        """The ranks with the other slices of the global batch, over dp x fsdp; None where there is one slice."""
+        return self.axis_group("dp", "fsdp")
+
+    @property
+    def data_side_group(self) -> "dist.ProcessGroup | None":
+        """The same ranks, for small sums; None in a world that computes nothing."""
+        return self.axis_group("dp", "fsdp", side=True) if self.kind == "real" else None
+
+    def device_mesh(self, *axes: str) -> "DeviceMesh":
+        """torch's own mesh of these axes, outermost first, around this rank."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        groups = [self.opened.subgroup(self.mesh.group(self.rank, axis)) for axis in axes]
+        ranks = torch.tensor(self.mesh.group(self.rank, axes)).view([self.mesh.sizes[axis] for axis in axes])
+        return DeviceMesh.from_group(
+            groups if len(axes) > 1 else groups[0], self.device.type, mesh=ranks, mesh_dim_names=axes
+        )
 
     def at_close(self, release: Callable[[], None]) -> None:
         """Call it before the groups go: whoever holds one lets go of it."""

@@ -4,14 +4,16 @@ import contextlib
 import dataclasses
 import functools
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import CheckpointError, LaunchError, WorldError
-from shoal.folder import new_folder, newest_folder
+from shoal.folder import missing, new_folder, newest_folder
 from shoal.layout import Layout, check_world
 from shoal.settings import Settings, TrainSettings, resolve
 from shoal.world import Place, before_torch
@@ -77,16 +79,18 @@ def command(
         origin={**settings.origin, "layout": origin},
     )
     _check_resume(settings.values)
-    choose_folder = functools.partial(_choose_folder, job, settings.values)
-    if not joins and layout.num_ranks > 1:
-        return _start(job, settings, choose_folder, quiet=quiet, fresh=fresh)
-    from shoal.launch.warm import import_needed
+    with _run_folder(job, settings.values) as choose_folder:
+        if not joins and layout.num_ranks > 1:
+            return _start(job, settings, choose_folder, quiet=quiet, fresh=fresh)
+        with _ended_by_sigterm():
+            from shoal.launch.warm import import_needed
 
-    import_needed(also=("shoal.run",))
-    from shoal.verbs.train.rank import build, train_here
+            import_needed(also=("shoal.run",))
+            from shoal.verbs.train.rank import build, train_here
 
-    code, folder = train_here(place, build(job, settings.values), settings, choose_folder, quiet=quiet)
-    return _done(code, folder, speaks=place.rank == 0)
+            built = build(job, settings.values)
+        code, folder = train_here(place, built, settings, choose_folder, quiet=quiet)
+        return _done(code, folder, speaks=place.rank == 0)
 
 
 def _start(
@@ -104,7 +108,7 @@ def _start(
     values = settings.values
     if fresh is None:
         fresh = (values.device or "cuda").startswith("cuda") and has_accelerator()
-    with _one_thread():
+    with _ended_by_sigterm(), _one_thread():
         from shoal.verbs.train.rank import build, started
 
         built = build(job, values)
@@ -127,6 +131,31 @@ def _start(
         )
     error = f"rank {outcome.failures[0].rank}: {outcome.failures[0].error}" if outcome.failures else ""
     return replace(_done(outcome.exit_code, folder), error=error)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, on the paths that Ctrl-C takes."""
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Where no rank hears it, SIGTERM ends this process with a line; a handler of the caller's own stays."""
+
+    def end(*_: object) -> None:
+        raise _Terminated
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _Terminated:
+        sys.stderr.write("SIGTERM: ended; no rank was running.\n")
+        raise SystemExit(STOPPED) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -179,15 +208,38 @@ def _name(job: "Job | str") -> str:
     return name.lower() or Path(place).stem
 
 
-def _choose_folder(job: "Job | str", values: TrainSettings) -> Path:
-    """The run's folder, made where it is new."""
+@contextlib.contextmanager
+def _run_folder(job: "Job | str", values: TrainSettings) -> Iterator[Callable[[], Path]]:
+    """How the run's folder is chosen; what was made for it and is still empty at the end goes again."""
+    made: list[Path] = []
+
+    def choose() -> Path:
+        path, new = _choose_folder(job, values)
+        made.extend([path / "logs", *new] if new else [])
+        return path
+
+    try:
+        yield choose
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # something is in it, or it is gone
+                folder.rmdir()
+
+
+def _choose_folder(job: "Job | str", values: TrainSettings) -> tuple[Path, list[Path]]:
+    """The run's folder, made where it is new, and all that was made, the innermost first."""
     base = Path("runs") / _name(job)
     try:
         if values.run is not None:
-            Path(values.run).mkdir(parents=True, exist_ok=True)
-            return Path(values.run)
+            path, made = Path(values.run), missing(Path(values.run))
+            path.mkdir(parents=True, exist_ok=True)
+            return path, made
         found = newest_folder(base) if values.resume == "auto" else None
-        return found or new_folder(base)
+        if found is not None:
+            return found, []
+        made = missing(base.parent)
+        path = new_folder(base)
+        return path, [path, *made]
     except OSError as error:
         raise CheckpointError(
             f"the run folder {values.run or base} cannot be made: {error.strerror}. Choose another: --run DIR"

@@ -1,0 +1,275 @@
+"""One order of collectives on every rank, whatever each rank runs of the model.
+
+To gather the shards of a unit (a block, or all that is outside of the blocks) every rank must take part, and all in one
+order; so too to reduce its gradient. Yet ranks need not run the same blocks: a layer is dropped at random, an expert
+gets no token, a batch has no image. torch's fully_shard then waits for ever or, where two blocks have one shape, adds
+the gradient of one to the other (measured). So the order is fixed apart from what runs:
+
+    first forward     each rank says what it needs next; the lowest number is gathered first, by all; the order is kept
+    later forwards    that order; what this rank leaves out it gathers too, for the others, and drops
+    backward          the reverse; each gather runs ahead of the reduction before it:
+                      gather 3, gather 2, reduce 3, gather 1, reduce 2, reduce 1, reduce 0
+
+Unit 0 is the root, around all others: whole from its forward to the end of backward. That the reverse is right follows
+from autograd, which runs nodes from the last made to the first: when the backward of a unit begins, that of all units
+which ran after it is over.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from shoal.errors import JobError
+
+ROOT = 0
+NOTHING = -1  # what a rank needs whose forward is over
+
+
+class Deed(Enum):
+    """What is done to a unit."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"  # the gradient, and drop the whole parameters
+    RELEASE = "release"  # drop the whole parameters; the gradient stays here
+
+
+class Event(NamedTuple):
+    """A deed to one unit, done by all ranks together."""
+
+    deed: Deed
+    unit: int
+
+
+class Collectives(Protocol):
+    """Who does what the order says."""
+
+    def agree(self, need: int) -> list[int]:
+        """What each rank needs next."""
+
+    def gather(self, unit: int) -> None:
+        """Begin to make it whole; nothing to do where it is."""
+
+    def wait(self, unit: int) -> None:
+        """Until it is whole."""
+
+    def release(self, unit: int) -> None:
+        """Drop what was gathered; its gradient stays where it is."""
+
+    def reduce(self, unit: int) -> None:
+        """Reduce its gradient, and drop what was gathered."""
+
+    def keep(self, unit: int) -> None:
+        """From now on it stays whole after its forward."""
+
+    def is_whole(self, unit: int) -> bool:
+        """Whether it is gathered."""
+
+
+def backward_events(order: Sequence[int], kept: Set[int], *, reduces: bool) -> list[Event]:
+    """What a backward does, for units that ran forward in this order; those in `kept` are whole already."""
+    units = list(reversed(order))
+    gathers = [unit for unit in units if unit not in kept]
+    events: list[Event] = []
+    num_gathered = 0
+    for place, unit in enumerate(units):
+        ahead = sum(other not in kept for other in units[: place + 1]) + 1
+        events += [Event(Deed.GATHER, other) for other in gathers[num_gathered:ahead]]
+        num_gathered = max(num_gathered, ahead)
+        if reduces:
+            events.append(Event(Deed.REDUCE, unit))
+        elif unit not in kept:
+            events.append(Event(Deed.RELEASE, unit))
+    return events
+
+
+class Order:
+    """Where this rank stands in the order, and what it does next."""
+
+    def __init__(self, names: Sequence[str], collectives: Collectives, *, keep_all: bool) -> None:
+        self._names = names  # of the units, for errors
+        self._do = collectives
+        self._keep_all = keep_all
+        self.kept = set(range(len(names))) if keep_all else {ROOT}
+        self.reduces = True  # in the next backward; False while gradients accumulate
+        self.is_held = False  # all units are whole, and stay so: nothing is to be done
+        self._orders: dict[Hashable, list[int]] = {}  # by mode: training, gradient
+        self._mode: Hashable = None
+        self._is_inside = False  # of a forward of the root
+        self._learnt: list[int] | None = None  # in a first forward: the order so far
+        self._ahead: list[Event] = []  # what is left of a forward
+        self._calls = _Calls()
+        self._last = _Calls()  # those of the last backward: there may be a second through the same graph
+        self._behind: list[Event] | None = None  # what is left of a backward
+
+    # -- forward -------------------------------------------------------------------------------------------
+
+    def begin_forward(self, mode: Hashable) -> None:
+        """The root is called."""
+        if self.is_held:
+            return
+        self._is_inside, self._mode = True, mode
+        known = self._orders.get(mode)
+        self._learnt = [ROOT] if known is None else None
+        self._ahead = [Event(Deed.GATHER, unit) for unit in known or [ROOT]]
+
+    def need_forward(self, unit: int) -> None:
+        """A unit is called: make it whole.
+
+        Raises:
+            JobError: out of the order of the first time, after it was dropped.
+        """
+        if self._do.is_whole(unit) and unit in (self._learnt or [unit]):
+            return
+        if Event(Deed.GATHER, unit) in self._ahead:
+            while not self._do.is_whole(unit):
+                self._gather_next(wanted=unit)
+        elif self._learnt is not None:
+            self._agree(unit, self._learnt)
+        elif self._is_inside:
+            raise JobError(self.out_of_order(unit))
+        else:
+            raise JobError(
+                f"{self._names[unit]} is called by itself, outside of the model's own forward. With shards, all ranks "
+                "gather blocks in the order of that. Call the model; what is called by itself, place by itself."
+            )
+
+    def called(self, unit: int, *, tells: bool) -> None:
+        """A unit was called, with gradient; `tells`: it will say when its backward is over."""
+        self._calls.told[unit] += tells
+        if not tells:
+            self._calls.untold.add(unit)
+
+    def end_forward(self, *, has_gradient: bool) -> None:
+        """The root returns: take part in what others still need."""
+        if self.is_held:
+            return
+        if self._learnt is not None:
+            self._agree(NOTHING, self._learnt)
+            for unit in range(len(self._names)):
+                if unit not in self._learnt:  # not needed by anyone this time
+                    self._learnt.append(unit)
+                    self._gather(unit, wanted=NOTHING)
+            self._orders[self._mode] = self._learnt
+            self._learnt = None
+        while self._ahead:
+            self._gather_next(wanted=NOTHING)
+        self._is_inside = False
+        if has_gradient:
+            self._calls.orders.append(self._orders[self._mode])
+        elif not self.awaits_backward:
+            for unit in self.kept:
+                self._do.release(unit)
+
+    def out_of_order(self, unit: int) -> str:
+        """What to say of a unit that is needed and cannot be gathered any more."""
+        first = [self._names[other] for other in self._orders.get(self._mode, ())][1:]
+        return (
+            f"{self._names[unit]} runs out of the order in which the blocks ran the first time "
+            f"({', '.join(first[:5])}{', ...' if len(first) > 5 else ''}). With shards, all ranks gather blocks in one "
+            "order: a block may be left out, but not moved, or run once more. With reshard=false blocks stay whole "
+            "during a step, and run in any order."
+        )
+
+    def _agree(self, need: int, learnt: list[int]) -> None:
+        """Gather what the ranks say they need, until it was this rank's turn, or none needs anything."""
+        while needs := [unit for unit in self._do.agree(need) if unit != NOTHING]:
+            unit = min(needs)
+            if unit not in learnt:
+                learnt.append(unit)
+            elif unit not in self.kept:  # called again after others ran: it stays whole from now on
+                self.kept.add(unit)
+                self._do.keep(unit)
+            self._gather(unit, wanted=need)
+            if unit == need:
+                return
+
+    def _gather_next(self, *, wanted: int) -> None:
+        self._gather(self._ahead.pop(0).unit, wanted=wanted)
+
+    def _gather(self, unit: int, *, wanted: int) -> None:
+        self._do.gather(unit)
+        if unit != wanted:
+            (self._do.wait if unit in self.kept else self._do.release)(unit)
+
+    # -- backward ------------------------------------------------------------------------------------------
+
+    @property
+    def awaits_backward(self) -> bool:
+        """There was a forward whose gradient is not settled."""
+        return bool(self._calls.orders)
+
+    def need_backward(self, unit: int) -> None:
+        """The backward of a unit begins: that of all which ran after it is over."""
+        behind = self._open_backward()
+        if unit not in self.kept:  # of one that is, a later call may have begun, before which others are not over
+            self._do_through(behind, Event(Deed.GATHER, unit))
+
+    def look_ahead(self) -> None:
+        """Begin the next gather, so that it runs beside the backward of this unit."""
+        behind = self._open_backward()
+        if behind and behind[0].deed is Deed.GATHER:
+            self._do_next(behind)
+
+    def over(self, unit: int) -> bool:
+        """The backward of one call of a unit is over; returns whether its gradient was reduced before that."""
+        if self._behind is None:
+            return False
+        self._calls.told[unit] -= 1
+        if self._calls.told[unit] > 0 and unit in self.kept:
+            return False
+        if self._keep_all:
+            while self._behind and self._is_over(self._behind[0].unit):
+                self._do_next(self._behind)
+            return False
+        return not self._do_through(self._behind, Event(Deed.REDUCE, unit), Event(Deed.RELEASE, unit)) and self.reduces
+
+    def end_backward(self) -> None:
+        """The backward is over: take part in what others still need, and reduce the rest."""
+        behind = self._open_backward()
+        while behind:
+            self._do_next(behind)
+        self._last = self._calls
+        self.forget()
+
+    def forget(self) -> None:
+        """No backward is to come."""
+        self._behind = None
+        self._calls = _Calls()
+
+    def _open_backward(self) -> list[Event]:
+        if self._behind is None:
+            if not self._calls.orders:
+                self._calls = self._last.copy()
+            *later, first = reversed(self._calls.orders)
+            self._behind = [event for order in later for event in backward_events(order, self.kept, reduces=False)]
+            self._behind += backward_events(first, self.kept, reduces=self.reduces)
+        return self._behind
+
+    def _is_over(self, unit: int) -> bool:
+        """Of a unit that need not come in order; one that cannot tell, and the root, are over in the end."""
+        return unit != ROOT and unit not in self._calls.untold and self._calls.told[unit] <= 0
+
+    def _do_through(self, behind: list[Event], *targets: Event) -> bool:
+        """All up to the first of the targets; returns whether there was one."""
+        place = next((place for place, event in enumerate(behind) if event in targets), -1)
+        for _ in range(place + 1):
+            self._do_next(behind)
+        return place >= 0
+
+    def _do_next(self, behind: list[Event]) -> None:
+        deed, unit = behind.pop(0)
+        {Deed.GATHER: self._do.gather, Deed.REDUCE: self._do.reduce, Deed.RELEASE: self._do.release}[deed](unit)
+
+
+@dataclass
+class _Calls:
+    """What ran forward with gradient, and awaits its backward."""
+
+    orders: list[list[int]] = field(default_factory=list)  # one for each forward of the root
+    told: Counter[int] = field(default_factory=Counter)  # calls of a unit that tell when their backward is over
+    untold: set[int] = field(default_factory=set)  # units called on inputs without gradient
+
+    def copy(self) -> "_Calls":
+        return _Calls(list(self.orders), self.told.copy(), set(self.untold))

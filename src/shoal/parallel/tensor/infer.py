@@ -1,0 +1,285 @@
+"""From a model and one sample to the regions that are split: guesses, in order, each proved by `Trial`."""
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.parallel.mode import evaluating
+from shoal.parallel.tensor.heads import Seen
+from shoal.parallel.tensor.peers import Peers
+from shoal.parallel.tensor.plan import Experts
+from shoal.parallel.tensor.region import Call, Region, Trial
+from shoal.parallel.tensor.styles import Cut, features, fits, is_linear, make_cut
+from shoal.parallel.tensor.units import Units
+from shoal.world import World
+
+Guess = tuple[dict[str, Units], int | None]
+
+MAX_LAYERS = 8  # that one module may hold beyond those of its parts; more are several modules in one
+MAX_CHAIN = 6  # q, k, v, a gate, something more, the output
+MAX_GUESSES = 40  # about one structure
+
+
+@dataclass
+class Look:
+    """What one forward of the whole model showed.
+
+    Attributes:
+        calls: of every module, its first.
+        order: of the layers that can be cut, as they ran, each once.
+        rows: how many vectors each matrix gave, for the share of the work.
+        output_bytes: of every module, in all its calls.
+        num_samples: of the batch that it was.
+        output_of: by the place among the tensors of the model's output, the module whose output it is, untouched.
+    """
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)
+    output_bytes: dict[str, int] = field(default_factory=dict)
+    num_samples: int = 1
+    output_of: dict[int, str] = field(default_factory=dict)
+
+
+def look(model: nn.Module, args: Any, kwargs: Any) -> Look:
+    """Run one sample through the whole model, twice, and note who was called with what."""
+    seen = Look()
+    asks: dict[str, list[bool]] = {}
+    made: dict[int, str] = {}
+    kept: list[Tensor] = []
+
+    def note_gradients(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        asks.setdefault(name, [t.requires_grad for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if name not in seen.calls:
+            with contextlib.suppress(TypeError, RuntimeError):  # what cannot be copied is not tried by itself
+                seen.calls[name] = _copied(args, kwargs, asks.get(name, []))
+        if _can_be_cut(module) and name not in seen.order:
+            seen.order.append(name)
+
+    def count(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
+        seen.output_bytes[name] = seen.output_bytes.get(name, 0) + (0 if first is None else first.nbytes)
+        if is_linear(module):
+            made[id(out)] = name
+            kept.append(out)  # so that no other tensor takes its id
+            seen.rows[name] = seen.rows.get(name, 0) + out.numel() // max(features(module)[1], 1)
+
+    with _watched(model, note_gradients), torch.enable_grad():
+        model(*args, **kwargs)
+    counters = [m.register_forward_hook(functools.partial(count, name)) for name, m in model.named_modules()]
+    with _watched(model, note), torch.no_grad():
+        out = model(*args, **kwargs)
+    seen.output_of = {place: made[id(t)] for place, t in enumerate(tree_leaves(out)) if id(t) in made}
+    for counter in counters:
+        counter.remove()
+    seen.num_samples = next((len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 1)
+    return seen
+
+
+def _can_be_cut(module: nn.Module) -> bool:
+    return is_linear(module) or fits(module, "vocabulary") or fits(module, "channels")
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
+    """The model evaluates, each module tells `note` of its calls, and all is as before at the end."""
+    handles = [
+        module.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it skips the modules whose calls are to be seen
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for handle in handles:
+            handle.remove()
+
+
+def _copied(args: Any, kwargs: Any, asks: list[bool]) -> Call:
+    """A call as it is now: a cache that the model fills must not be filled by the trials."""
+    call = copy.deepcopy((args, kwargs))
+    tensors = [t for t in tree_leaves(call) if isinstance(t, Tensor)]
+    for tensor, asked in zip(tensors, asks, strict=False):
+        tensor.requires_grad_(asked)
+    return Call(*call)
+
+
+class Search:
+    """Finds the regions of a model; collective. A structure that was proved once is tried first where it recurs."""
+
+    def __init__(self, model: nn.Module, seen: Look, peers: Peers, world: World) -> None:
+        self._model, self._seen, self._peers, self._world = model, seen, peers, world
+        self._modules = dict(model.named_modules())
+        self._proved: dict[Any, Region | None] = {}
+        self._guessed: dict[Any, list[Guess]] = {}
+        self._last: Guess = ({}, None)
+        self.regions: list[Region] = []
+        self.left: dict[str, str] = {}  # layers that stay whole, and why
+
+    def infer(self) -> None:
+        """Chains of layers from the innermost module outwards, then tables and heads."""
+        taken: set[str] = set()
+        for name in self._inside_out():
+            free = [layer for layer in self._layers(name) if layer not in taken]
+            free = [layer for layer in free if is_linear(self._modules[layer])]
+            if 2 <= len(free) <= MAX_LAYERS:
+                for chain in self._chains(name, free):
+                    taken |= {f"{name}.{layer}" if name else layer for layer in chain.cuts}
+                    self.regions.append(chain)
+        for name in self._seen.calls:
+            if fits(self._modules[name], "heads") and (region := self._prove(name, {"": "heads"})) is not None:
+                self.regions.append(region)
+        for name in self._seen.order:
+            if name not in taken and not fits(self._modules[name], "channels") and self._is_big(name):
+                style = "vocabulary" if isinstance(self._modules[name], nn.Embedding) else "colwise_gather"
+                region = self._prove(name, {"": style})
+                if region is not None:
+                    self.regions.append(region)
+
+    def confirm(self, name: str, styles: Mapping[str, str]) -> Region | None:
+        """A region that a plan states: only its units and sizes are guessed."""
+        return self._prove(name, styles)
+
+    def _inside_out(self) -> list[str]:
+        return sorted(self._seen.calls, key=lambda name: -len(name.split(".")) if name else 1)
+
+    def _layers(self, name: str) -> list[str]:
+        return [layer for layer in self._seen.order if not name or layer.startswith(f"{name}.")]
+
+    def _chains(self, name: str, free: list[str]) -> Iterator[Region]:
+        """Runs of layers in the order of execution: all cut by columns but the last, which is cut by rows."""
+        start = 0
+        while start < len(free) - 1:
+            for stop in range(start + 1, min(start + MAX_CHAIN, len(free))):
+                chain = free[start : stop + 1]
+                if len({_below(name, layer).partition(".")[0] for layer in chain}) == 1 < _depth(chain[0], name):
+                    continue  # all within one part, where it was tried
+                styles = dict.fromkeys(chain, "colwise") | {chain[-1]: "rowwise"} | self._norms_in(chain)
+                region = self._prove(name, {_below(name, layer): style for layer, style in styles.items()})
+                if region is not None:
+                    yield region
+                    start = stop
+                    break
+            start += 1
+
+    def _norms_in(self, chain: Sequence[str]) -> dict[str, str]:
+        """Norms by channel that ran inside a chain of convolutions: each normalises the channels that are there."""
+        first, last = self._seen.order.index(chain[0]), self._seen.order.index(chain[-1])
+        inside = self._seen.order[first:last]
+        return dict.fromkeys((name for name in inside if fits(self._modules[name], "channels")), "channels")
+
+    def _is_big(self, name: str) -> bool:
+        """Worth a collective: a tenth of the parameters (a table, the head), or tied to one that is."""
+        numel = sum(param.numel() for param in self._modules[name].parameters())
+        return bool(10 * numel >= sum(param.numel() for param in self._model.parameters()))
+
+    def _prove(self, name: str, styles: Mapping[str, str]) -> Region | None:
+        module = self._modules[name]
+        layers = {layer: module.get_submodule(layer) for layer in styles}
+        if not all(isinstance(s, Experts) or fits(layers[n], s.removeprefix("packed_")) for n, s in styles.items()):
+            return None
+        exact = (_structure(module, exactly=True), tuple(styles.items()))
+        alike = (_structure(module, exactly=False), tuple(styles.items()))
+        if exact in self._proved:
+            found = self._proved[exact]
+            return None if found is None else found.like(name)
+        # What failed for one module is not tried again for its likes; what was right for one is tried first.
+        found = self._first_right(name, module, styles, self._guessed.get(alike))
+        self._proved[exact] = found
+        self._guessed.setdefault(alike, [] if found is None else [self._last])
+        return found
+
+    def _first_right(
+        self, name: str, module: nn.Module, styles: Mapping[str, str], guesses: list[Guess] | None
+    ) -> Region | None:
+        layers = {layer: module.get_submodule(layer) for layer in styles}
+        if guesses == []:
+            return None
+        try:
+            trial = Trial(module, self._seen.calls[name], self._peers, self._world)
+        except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
+            return None  # this module cannot be copied, widened or run alone
+        every = itertools.product(self._guesses(layers, styles, trial.seen), (None, 0, 1))
+        for units, choice in guesses or itertools.islice(every, MAX_GUESSES):
+            cuts = {layer: self._cut(layers[layer], styles[layer], units[layer]) for layer in styles}
+            region = trial.attempt(name, cuts, choice)
+            if region is not None:
+                self._last = (units, choice)
+                return region
+        return None
+
+    def _cut(self, layer: nn.Module, style: str, units: Units) -> Cut:
+        if isinstance(style, Experts):
+            return make_cut(layer, "experts", units, style.tensors)
+        return make_cut(layer, style.removeprefix("packed_"), units)
+
+    def _guesses(
+        self, layers: Mapping[str, nn.Module], styles: Mapping[str, str], seen: Seen
+    ) -> Iterator[dict[str, Units]]:
+        """Units that all layers can share, and ways in which each is fused."""
+        size = self._peers.size
+        widths = {layer: _width(layers[layer], style) for layer, style in styles.items()}
+        ways = {
+            layer: [(width // 2,) * 2] if styles[layer].startswith("packed_") else seen.fused(width)
+            for layer, width in widths.items()
+        }
+        inner = [w for way in ways.values() for parts in way for w in parts]
+        heads = [layer.num_heads for layer in layers.values() if isinstance(layer, nn.MultiheadAttention)]
+        counts = [*heads, *seen.head_counts([*widths.values(), *inner]), gcd(*inner), gcd(*widths.values())]
+        for count in dict.fromkeys(counts):
+            for fused in itertools.product(*ways.values()):
+                if count >= size and not any(width % count for way in fused for width in way):
+                    yield {layer: Units(count, parts, size) for layer, parts in zip(ways, fused, strict=True)}
+
+
+def _depth(layer: str, name: str) -> int:
+    return len(_below(name, layer).split("."))
+
+
+def _below(name: str, layer: str) -> str:
+    return layer[len(name) + 1 :] if name else layer
+
+
+def _width(layer: nn.Module, style: str) -> int:
+    if isinstance(style, Experts):
+        return style.width(layer)
+    ins, outs = features(layer)
+    if isinstance(layer, nn.Embedding):
+        return ins if style == "vocabulary" else outs
+    return ins if style.removeprefix("packed_").startswith("rowwise") else outs
+
+
+def _structure(module: nn.Module, *, exactly: bool) -> Any:
+    """What two modules have in common that compute alike: classes, shapes and, exactly, plain attributes."""
+    plain = tuple(
+        (name, type(part).__qualname__, exactly and tuple(sorted(_plain(part).items())))
+        for name, part in module.named_modules()
+    )
+    return plain, tuple((name, tuple(t.shape), t.dtype) for name, t in module.state_dict().items())
+
+
+def _plain(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if type(value) in (int, bool, str)}
+
+
+def share_of(model: nn.Module, seen: Look, layers: Sequence[str]) -> tuple[float, float]:
+    """The share of the matrix products' FLOPs, and of the parameters, that these layers have."""
+    modules = dict(model.named_modules())
+    flops = {name: rows * modules[name].weight.numel() for name, rows in seen.rows.items()}
+    numel = sum(p.numel() for p in model.parameters())
+    ours = {id(p): p.numel() for name in layers for p in modules[name].parameters(recurse=False) if p.dim() > 1}
+    return sum(flops.get(name, 0) for name in layers) / max(sum(flops.values()), 1), sum(ours.values()) / max(numel, 1)

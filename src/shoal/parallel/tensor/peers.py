@@ -1,0 +1,120 @@
+"""The ranks that share the work on one tensor, and the four ways in which a tensor passes between them.
+
+              forward      backward
+    enter     as it is     sum           from whole to cut: each rank's gradient is a part of the whole
+    leave     sum          as it is      from partial sums to whole
+    gather    concatenate  cut           from slices of the last dim to whole
+    scatter   cut          concatenate   the opposite
+
+The pair enter / leave is Megatron's f and g (Shoeybi et al. 2019, section 3).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import LayoutError
+
+
+class Peers:
+    """One tensor-parallel group; a copy of a model shares it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Peers":
+        return self
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over all, in a tensor of its own."""
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=self._open())
+        return total
+
+    def join(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The slices of all side by side along the last dim; `sizes` are theirs."""
+        widest = max(sizes)
+        own = tensor.new_zeros(*tensor.shape[:-1], widest)  # ranks may hold one column more or less
+        own[..., : tensor.shape[-1]] = tensor
+        slices = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(slices, own, group=self._open())
+        return torch.cat([piece[..., :size] for piece, size in zip(slices, sizes, strict=True)], dim=-1)
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Into the cut part of a model; once per tensor, so that q, k and v share one sum in backward."""
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        entered: Tensor | None = tensor.__dict__.get("_shoal_entered")
+        if entered is None:
+            entered = tensor._shoal_entered = _Enter.apply(tensor, self)  # type: ignore[attr-defined, no-untyped-call]
+        return entered
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """Out of it: partial sums to the whole."""
+        return _Leave.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Slices of the last dim to the whole."""
+        return _Gather.apply(tensor, self, tuple(sizes))  # type: ignore[no-any-return, no-untyped-call]
+
+    def scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's slice of the last dim."""
+        return _Scatter.apply(tensor, self, tuple(sizes))  # type: ignore[no-any-return, no-untyped-call]
+
+    def _open(self) -> dist.ProcessGroup:
+        if self.group is None:
+            raise LayoutError(
+                "the world of this tensor-parallel model is closed, and each rank holds only its part. Use the model "
+                "within `with World.open(...)`, or load its checkpoint into a whole one."
+            )
+        return self.group
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.add(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        return peers.add(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: Peers, sizes: tuple[int, ...]) -> Tensor:
+        ctx.peers, ctx.sizes = peers, sizes
+        return peers.join(tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _slice(grad, ctx.peers, ctx.sizes), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: Peers, sizes: tuple[int, ...]) -> Tensor:
+        ctx.peers, ctx.sizes = peers, sizes
+        return _slice(tensor, peers, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.peers.join(grad, ctx.sizes), None, None
+
+
+def _slice(tensor: Tensor, peers: Peers, sizes: Sequence[int]) -> Tensor:
+    return torch.split(tensor, list(sizes), dim=-1)[peers.rank].contiguous()
