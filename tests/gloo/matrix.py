@@ -10,7 +10,7 @@ from zoo import ZOO
 
 from shoal.errors import ShoalError
 
-LAYOUTS = ("dp2",)
+LAYOUTS = ("dp2", "fsdp2", "tp2", "dp2.tp2", "fsdp2.tp2")
 
 
 @dataclass(frozen=True)

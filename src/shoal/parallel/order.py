@@ -90,7 +90,6 @@ class Order:
     def __init__(self, names: Sequence[str], collectives: Collectives, *, keep_all: bool) -> None:
         self._names = names  # of the units, for errors
         self._do = collectives
-        self._keep_all = keep_all
         self.kept = set(range(len(names))) if keep_all else {ROOT}
         self.reduces = True  # in the next backward; False while gradients accumulate
         self.is_held = False  # all units are whole, and stay so: nothing is to be done
@@ -206,10 +205,10 @@ class Order:
         if unit not in self.kept:  # of one that is, a later call may have begun, before which others are not over
             self._do_through(behind, Event(Deed.GATHER, unit))
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, unit: int) -> None:
         """Begin the next gather, so that it runs beside the backward of this unit."""
         behind = self._open_backward()
-        if behind and behind[0].deed is Deed.GATHER:
+        if behind and behind[0].deed is Deed.GATHER and (unit == ROOT or unit not in self.kept):
             self._do_next(behind)
 
     def over(self, unit: int) -> bool:
@@ -217,13 +216,13 @@ class Order:
         if self._behind is None:
             return False
         self._calls.told[unit] -= 1
-        if self._calls.told[unit] > 0 and unit in self.kept:
-            return False
-        if self._keep_all:
-            while self._behind and self._is_over(self._behind[0].unit):
+        is_late = self.reduces and Event(Deed.REDUCE, unit) not in self._behind
+        if unit not in self.kept:
+            self._do_through(self._behind, Event(Deed.REDUCE, unit), Event(Deed.RELEASE, unit))
+        else:
+            while self._behind and self._behind[0].deed is not Deed.GATHER and self._is_over(self._behind[0].unit):
                 self._do_next(self._behind)
-            return False
-        return not self._do_through(self._behind, Event(Deed.REDUCE, unit), Event(Deed.RELEASE, unit)) and self.reduces
+        return is_late
 
     def end_backward(self) -> None:
         """The backward is over: take part in what others still need, and reduce the rest."""
@@ -248,15 +247,14 @@ class Order:
         return self._behind
 
     def _is_over(self, unit: int) -> bool:
-        """Of a unit that need not come in order; one that cannot tell, and the root, are over in the end."""
+        """Whether no backward of this unit is to come; of one that cannot tell, and the root, only the end tells."""
         return unit != ROOT and unit not in self._calls.untold and self._calls.told[unit] <= 0
 
-    def _do_through(self, behind: list[Event], *targets: Event) -> bool:
-        """All up to the first of the targets; returns whether there was one."""
+    def _do_through(self, behind: list[Event], *targets: Event) -> None:
+        """All up to the first of the targets; nothing where none is to come."""
         place = next((place for place, event in enumerate(behind) if event in targets), -1)
         for _ in range(place + 1):
             self._do_next(behind)
-        return place >= 0
 
     def _do_next(self, behind: list[Event]) -> None:
         deed, unit = behind.pop(0)

@@ -51,7 +51,7 @@ class Shards:
         grouping = Grouping.of(model)
         stays_whole = world.layout.reshard is False or world.layout.zero == 2
         self._world = world
-        self._crew = _Crew(world)
+        self._crew = _Crew(world, grouping.whole)
         self._order = Order(["the model", *grouping.blocks], self._crew, keep_all=stays_whole)
         with _kept_attributes(model):
             self._root = self._cut(model, grouping, reshard=not stays_whole)
@@ -68,7 +68,8 @@ class Shards:
     def _cut(self, model: nn.Module, grouping: Grouping, *, reshard: bool) -> "UnitState":
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        from shoal.parallel.units import adopt  # with the inside of torch, which a run without shards never needs
+        from shoal.parallel.direct import DirectGather, DirectReduce  # these need the inside of torch,
+        from shoal.parallel.units import adopt  # which a run without shards need not load
 
         layout, is_cuda = self._world.layout, self._world.device.type == "cuda"
         options: dict[str, Any] = {
@@ -86,6 +87,9 @@ class Shards:
             module.__dict__["__deepcopy__"] = _no_copy  # not setattr: it is no part of the module
             if unit is not None:
                 self._crew.units[number] = unit
+            if self._world.backend == "gloo":
+                module.set_custom_all_gather(DirectGather())
+                module.set_custom_reduce_scatter(DirectReduce())
             if number == ROOT:
                 root = state
         return root
@@ -160,25 +164,8 @@ class Shards:
         self._order.end_backward()
         torch_ends()
         if reduced:
-            self._settle_unused()
-
-    def _settle_unused(self) -> None:
-        """`None` for what no rank used; the mean of what is not cut."""
-        params, used = [], []
-        for unit in self._crew.units.values():
-            params += unit.params()
-            used += unit.take_used()
-        params += self._whole.values()
-        used += [param.grad is not None or not param.requires_grad for param in self._whole.values()]
-        counts = torch.tensor(used, dtype=torch.int32, device=self._world.device)
-        if self._world.data_side_group is not None:
-            dist.all_reduce(counts, group=self._world.data_side_group)
-        _average([param for param in self._whole.values() if param.requires_grad], self._world)
-        if all(used):
-            return  # only who misses one need look
-        for param, count in zip(params, self._world.read(counts) or used, strict=True):
-            if not count:
-                param.grad = None
+            _average([param for param in self._whole.values() if param.requires_grad], self._world)
+            self._crew.unused.settle()
 
 
 def _check(model: nn.Module, world: World) -> None:
@@ -240,12 +227,42 @@ def _no_copy(memo: dict[int, Any]) -> NoReturn:
     )
 
 
+class _Unused:
+    """Parameters without a gradient on some ranks: `None` where they have none on any."""
+
+    def __init__(self, world: World, units: "dict[int, Unit]", whole: dict[str, nn.Parameter]) -> None:
+        self._world, self._units, self._whole = world, units, list(whole.values())
+        self._used: list[bool] = []
+        self._counts = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def count(self) -> None:
+        """Begin to add up how many ranks have used each parameter; small, so it runs beside a reduction."""
+        self._used = [used for unit in self._units.values() for used in unit.take_used()]
+        self._used += [param.grad is not None or not param.requires_grad for param in self._whole]
+        self._counts = torch.tensor(self._used, dtype=torch.int32, device=self._world.device)
+        group = self._world.data_side_group
+        self._work = None if group is None else dist.all_reduce(self._counts, group=group, async_op=True)
+
+    def settle(self) -> None:
+        """After the reductions. Only a rank that has not used all of them need look what the others did."""
+        if self._work is not None:
+            self._work.wait()
+        if all(self._used):
+            return
+        params = [*(param for unit in self._units.values() for param in unit.params()), *self._whole]
+        for param, count in zip(params, self._world.read(self._counts) or self._used, strict=True):
+            if not count:
+                param.grad = None
+
+
 class _Crew:
     """Does what the order says, to the units that have parameters."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, whole: dict[str, nn.Parameter]) -> None:
         self._world = world
         self.units: dict[int, Unit] = {}
+        self.unused = _Unused(world, self.units, whole)
 
     def agree(self, need: int) -> list[int]:
         """What each data rank needs next."""
@@ -278,6 +295,10 @@ class _Crew:
 
     def reduce(self, unit: int) -> None:
         """Reduce its gradient, and drop what was gathered; collective."""
+        if unit in self.units:
+            self.units[unit].fill()
+        if unit == ROOT:  # the last of a backward
+            self.unused.count()
         if unit in self.units:
             self.units[unit].reduce()
 

@@ -72,7 +72,7 @@ class Unit(FSDPParamGroup):
             self.order.need_backward(self.number)
         super().pre_backward(False, *unused)
         if begins:
-            self.order.look_ahead()
+            self.order.look_ahead(self.number)
 
     def post_backward(self, *unused: Any) -> None:
         """After the backward of one call."""
@@ -98,18 +98,18 @@ class Unit(FSDPParamGroup):
         self.wait_for_unshard()
         self._to_sharded()  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def reduce(self) -> None:
-        """Reduce the gradients, and drop the whole parameters; collective.
-
-        Every rank sends as many gradients, zero for a parameter that it has not used.
-        """
-        self.wait_for_unshard()
+    def fill(self) -> None:
+        """Zeros for parameters that this rank has not used: every rank sends as many gradients."""
         gradients = self.gradients()
         for place, param in enumerate(self.fsdp_params):
             if param.sharded_param.requires_grad and place not in gradients:
                 param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
                 if param.sharded_param.grad is None:
                     self.unused.add(place)
+
+    def reduce(self) -> None:
+        """Reduce the gradients, and drop the whole parameters; collective."""
+        self.wait_for_unshard()
         super().post_backward()
 
     def keep(self) -> None:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from shoal.parallel.mode import evaluating
 from shoal.parallel.tensor.heads import Seen
 from shoal.parallel.tensor.peers import Peers
-from shoal.parallel.tensor.plan import Experts
+from shoal.parallel.tensor.plan import Style
 from shoal.parallel.tensor.region import Call, Region, Trial
-from shoal.parallel.tensor.styles import Cut, features, fits, is_linear, make_cut
+from shoal.parallel.tensor.styles import Cut, cut_experts, features, fits, is_linear, make_cut
 from shoal.parallel.tensor.units import Units
 from shoal.world import World
 
@@ -128,7 +128,6 @@ class Search:
         self._guessed: dict[Any, list[Guess]] = {}
         self._last: Guess = ({}, None)
         self.regions: list[Region] = []
-        self.left: dict[str, str] = {}  # layers that stay whole, and why
 
     def infer(self) -> None:
         """Chains of layers from the innermost module outwards, then tables and heads."""
@@ -141,18 +140,14 @@ class Search:
                     taken |= {f"{name}.{layer}" if name else layer for layer in chain.cuts}
                     self.regions.append(chain)
         for name in self._seen.calls:
-            if fits(self._modules[name], "heads") and (region := self._prove(name, {"": "heads"})) is not None:
+            if fits(self._modules[name], "heads") and (region := self.prove(name, {"": Style("heads")})) is not None:
                 self.regions.append(region)
         for name in self._seen.order:
             if name not in taken and not fits(self._modules[name], "channels") and self._is_big(name):
                 style = "vocabulary" if isinstance(self._modules[name], nn.Embedding) else "colwise_gather"
-                region = self._prove(name, {"": style})
+                region = self.prove(name, {"": Style(style)})
                 if region is not None:
                     self.regions.append(region)
-
-    def confirm(self, name: str, styles: Mapping[str, str]) -> Region | None:
-        """A region that a plan states: only its units and sizes are guessed."""
-        return self._prove(name, styles)
 
     def _inside_out(self) -> list[str]:
         return sorted(self._seen.calls, key=lambda name: -len(name.split(".")) if name else 1)
@@ -169,7 +164,7 @@ class Search:
                 if len({_below(name, layer).partition(".")[0] for layer in chain}) == 1 < _depth(chain[0], name):
                     continue  # all within one part, where it was tried
                 styles = dict.fromkeys(chain, "colwise") | {chain[-1]: "rowwise"} | self._norms_in(chain)
-                region = self._prove(name, {_below(name, layer): style for layer, style in styles.items()})
+                region = self.prove(name, {_below(name, layer): Style(style) for layer, style in styles.items()})
                 if region is not None:
                     yield region
                     start = stop
@@ -183,14 +178,15 @@ class Search:
         return dict.fromkeys((name for name in inside if fits(self._modules[name], "channels")), "channels")
 
     def _is_big(self, name: str) -> bool:
-        """Worth a collective: a tenth of the parameters (a table, the head), or tied to one that is."""
+        """Worth a collective: a tenth of the parameters (a table, the head)."""
         numel = sum(param.numel() for param in self._modules[name].parameters())
         return bool(10 * numel >= sum(param.numel() for param in self._model.parameters()))
 
-    def _prove(self, name: str, styles: Mapping[str, str]) -> Region | None:
+    def prove(self, name: str, styles: Mapping[str, Style]) -> Region | None:
+        """The region of these layers, named relative to the module; None where no guess about it was right."""
         module = self._modules[name]
         layers = {layer: module.get_submodule(layer) for layer in styles}
-        if not all(isinstance(s, Experts) or fits(layers[n], s.removeprefix("packed_")) for n, s in styles.items()):
+        if not all(style.name == "experts" or fits(layers[layer], style.name) for layer, style in styles.items()):
             return None
         exact = (_structure(module, exactly=True), tuple(styles.items()))
         alike = (_structure(module, exactly=False), tuple(styles.items()))
@@ -204,7 +200,7 @@ class Search:
         return found
 
     def _first_right(
-        self, name: str, module: nn.Module, styles: Mapping[str, str], guesses: list[Guess] | None
+        self, name: str, module: nn.Module, styles: Mapping[str, Style], guesses: list[Guess] | None
     ) -> Region | None:
         layers = {layer: module.get_submodule(layer) for layer in styles}
         if guesses == []:
@@ -215,26 +211,21 @@ class Search:
             return None  # this module cannot be copied, widened or run alone
         every = itertools.product(self._guesses(layers, styles, trial.seen), (None, 0, 1))
         for units, choice in guesses or itertools.islice(every, MAX_GUESSES):
-            cuts = {layer: self._cut(layers[layer], styles[layer], units[layer]) for layer in styles}
+            cuts = {layer: _cut(layers[layer], styles[layer], units[layer]) for layer in styles}
             region = trial.attempt(name, cuts, choice)
             if region is not None:
                 self._last = (units, choice)
                 return region
         return None
 
-    def _cut(self, layer: nn.Module, style: str, units: Units) -> Cut:
-        if isinstance(style, Experts):
-            return make_cut(layer, "experts", units, style.tensors)
-        return make_cut(layer, style.removeprefix("packed_"), units)
-
     def _guesses(
-        self, layers: Mapping[str, nn.Module], styles: Mapping[str, str], seen: Seen
+        self, layers: Mapping[str, nn.Module], styles: Mapping[str, Style], seen: Seen
     ) -> Iterator[dict[str, Units]]:
         """Units that all layers can share, and ways in which each is fused."""
         size = self._peers.size
         widths = {layer: _width(layers[layer], style) for layer, style in styles.items()}
         ways = {
-            layer: [(width // 2,) * 2] if styles[layer].startswith("packed_") else seen.fused(width)
+            layer: [(width // 2,) * 2] if styles[layer].is_packed else seen.fused(width)
             for layer, width in widths.items()
         }
         inner = [w for way in ways.values() for parts in way for w in parts]
@@ -254,13 +245,18 @@ def _below(name: str, layer: str) -> str:
     return layer[len(name) + 1 :] if name else layer
 
 
-def _width(layer: nn.Module, style: str) -> int:
-    if isinstance(style, Experts):
-        return style.width(layer)
+def _cut(layer: nn.Module, style: Style, units: Units) -> Cut:
+    if style.name == "experts":
+        return cut_experts(layer, units, {n: (s.name == "rowwise", s.is_packed) for n, s in style.tensors})
+    return make_cut(layer, style.name, units)
+
+
+def _width(layer: nn.Module, style: Style) -> int:
+    """The features that are cut."""
+    if style.name == "experts":
+        return layer.get_parameter(next(n for n, s in style.tensors if s.name == "rowwise")).shape[-1]
     ins, outs = features(layer)
-    if isinstance(layer, nn.Embedding):
-        return ins if style == "vocabulary" else outs
-    return ins if style.removeprefix("packed_").startswith("rowwise") else outs
+    return ins if style.name.startswith("rowwise") or style.name == "vocabulary" else outs
 
 
 def _structure(module: nn.Module, *, exactly: bool) -> Any:

@@ -47,6 +47,8 @@ class Peers:
         """Into the cut part of a model; once per tensor, so that q, k and v share one sum in backward."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
+        if torch.compiler.is_compiling():  # which follows no attribute of a tensor
+            return _Enter.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
         entered: Tensor | None = tensor.__dict__.get("_shoal_entered")
         if entered is None:
             entered = tensor._shoal_entered = _Enter.apply(tensor, self)  # type: ignore[attr-defined, no-untyped-call]

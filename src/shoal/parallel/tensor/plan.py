@@ -1,8 +1,8 @@
 """Which layers are split, and how: glob -> style, as the job, the model or Hugging Face's own plan says it."""
 
-import fnmatch
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,23 +29,35 @@ _ALIASES = {
 KNOWN = (*STYLES, *_ALIASES)
 
 
-class Experts(str):
-    """The style `experts`, with those of the module's own parameters (experts, out, in)."""
+@dataclass(frozen=True)
+class Style:
+    """How one layer is to be split.
 
-    tensors: Mapping[str, str]
+    Attributes:
+        name: one of `STYLES`, or `experts`.
+        is_packed: two matrices side by side in one, each to be cut (gate and up).
+        tensors: of experts, the styles of their parameters by name, as pairs.
+    """
 
-    def width(self, module: nn.Module) -> int:
-        """Features of one expert's middle layer."""
-        name = next(name for name, style in self.tensors.items() if style.endswith("rowwise"))
-        return module.get_parameter(name).shape[-1]
+    name: str
+    is_packed: bool = False
+    tensors: tuple[tuple[str, "Style"], ...] = ()
+
+    @staticmethod
+    def of(told: str) -> "Style":
+        """As a plan spells it."""
+        name = _ALIASES.get(told, told)
+        return Style(name.removeprefix("packed_"), is_packed=name.startswith("packed_"))
+
+    def __str__(self) -> str:
+        return ("packed_" if self.is_packed else "") + self.name
 
 
-def _experts(name: str, found: Mapping[str, str]) -> Experts:
-    style = Experts("experts")
-    style.tensors = {key.removeprefix(f"{name}."): told for key, told in found.items() if key.startswith(f"{name}.")}
-    if not any(told.endswith("rowwise") for told in style.tensors.values()):
+def _experts(name: str, found: Mapping[str, Style]) -> Style:
+    below = {key.removeprefix(f"{name}."): style for key, style in found.items() if key.startswith(f"{name}.")}
+    if not any(style.name == "rowwise" for style in below.values()):
         raise LayoutError(f"tensor plan: {name} are experts, and no parameter of theirs is rowwise.")
-    return style
+    return Style("experts", tensors=tuple(below.items()))
 
 
 def given_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
@@ -59,8 +71,8 @@ def given_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, st
     return {}
 
 
-def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Every layer (or parameter) that the plan names, with its style.
+def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    """Every layer that the plan names, with its style.
 
     A `*` stands for one part of a name; a later rule overrides an earlier one.
 
@@ -68,39 +80,29 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         LayoutError: an unknown style, a rule that matches nothing, or a style that does not fit the layer.
     """
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
-    found: dict[str, str] = {}
+    found: dict[str, Style] = {}
     for glob, told in plan.items():
-        style = _ALIASES.get(told, told)
         if told not in KNOWN:
-            raise LayoutError(
-                f"tensor plan: {glob!r} has the style {told!r}, which does not exist.{nearest(told, KNOWN)}"
-            )
+            raise LayoutError(f"tensor plan: {glob!r} has the unknown style {told!r}.{nearest(told, KNOWN)}")
         pattern = re.compile("".join("[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", glob)))
         names = [name for name in (*modules, *params) if pattern.fullmatch(name)]
         if not names:
             raise LayoutError(f"tensor plan: {glob!r} matches nothing in the model.{nearest(glob, _globs(modules))}")
         for name in names:
-            _check_fits(name, modules.get(name), style)
-            found[name] = style
-    experts = {name: _experts(name, found) for name, style in found.items() if style == "experts"}
-    return experts | {n: s for n, s in found.items() if s not in ("replicated", "experts") and n in modules}
+            found[name] = Style.of(told)
+            _check_fits(name, modules.get(name), found[name])
+    experts = {name: _experts(name, found) for name, style in found.items() if style.name == "experts"}
+    rest = {name: style for name, style in found.items() if style.name not in ("replicated", "experts")}
+    return experts | {name: style for name, style in rest.items() if name in modules}
 
 
-def _check_fits(name: str, module: nn.Module | None, style: str) -> None:
-    if module is None or style in ("experts", "replicated"):
-        return
-    plain = style.removeprefix("packed_")
-    if not fits(module, plain):
+def _check_fits(name: str, module: nn.Module | None, style: Style) -> None:
+    if module is not None and style.name not in ("experts", "replicated") and not fits(module, style.name):
         raise LayoutError(
-            f"tensor plan: {name} is a {type(module).__name__}, which cannot be split {style!r}. "
+            f"tensor plan: {name} is a {type(module).__name__}, which cannot be split {str(style)!r}. "
             "Linear layers (Conv1D, convolutions) take colwise and rowwise, tables vocabulary; leave others out."
         )
 
 
 def _globs(modules: Mapping[str, nn.Module]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules if name))
-
-
-def matches(name: str, globs: Mapping[str, str]) -> bool:
-    """Whether any glob of a plan means this name."""
-    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)

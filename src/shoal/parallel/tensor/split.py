@@ -14,8 +14,9 @@ from shoal.parallel.parts import Part, local_of
 from shoal.parallel.swap import become
 from shoal.parallel.tensor.infer import Look, Search, look, share_of
 from shoal.parallel.tensor.peers import Peers
-from shoal.parallel.tensor.plan import given_plan, resolve
+from shoal.parallel.tensor.plan import Style, given_plan, resolve
 from shoal.parallel.tensor.region import Region, Slices, cut_layers, narrowing
+from shoal.parallel.tensor.stream import OwnStream
 from shoal.parallel.tensor.styles import Cut
 from shoal.parallel.tensor.vocabulary import SlicedLogits
 from shoal.world import World
@@ -97,14 +98,21 @@ def split_tensors(
             "tensor parallelism looks at what the model does with one sample, and was given none. Pass one to "
             "shoal.place(model, world, sample=((inputs,), {})); the data of a job must have an index for it."
         )
-    with _quiet_streams():
-        seen = look(model, *sample)
-        search = Search(model, seen, peers, world)
-        stated = given_plan(model, plan)
-        if stated:
-            _follow(search, seen, model, resolve(model, stated), size)
-        else:
-            search.infer()
+    seen = look(model, *sample)
+    search = Search(model, seen, peers, world)
+    stated = given_plan(model, plan)
+    if stated:
+        _follow(search, seen, resolve(model, stated), size)
+        torn = _torn(model, search.regions, peers)
+        if torn:
+            raise LayoutError(
+                f"tensor plan: {torn[0][1]} is used in several places, and the plan does not cut it alike in all of "
+                "them. Give each a style that cuts the same way (an embedding: vocabulary, the head: colwise_gather)."
+            )
+    else:
+        search.infer()
+        while torn := _torn(model, search.regions, peers):  # what one use would leave whole, all do
+            search.regions.remove(torn[0][0])
     heads = _keep_heads_cut(search.regions, seen) if keep_cut else {}
     split = _apply(model, peers, search.regions, seen)
     split.heads = heads
@@ -123,17 +131,17 @@ def _keep_heads_cut(regions: list[Region], seen: Look) -> dict[int, list[int]]:
     return heads
 
 
-def _follow(search: Search, seen: Look, model: nn.Module, styles: Mapping[str, str], size: int) -> None:
+def _follow(search: Search, seen: Look, styles: Mapping[str, Style], size: int) -> None:
     """Group the layers of a plan into regions, and prove each.
 
     Raises:
         LayoutError: naming the region that would compute something else.
     """
     for name, layers in regions_of(seen, styles).items():
-        region = search.confirm(name, layers)
+        region = search.prove(name, layers)
         if region is None:
             raise LayoutError(
-                f"tensor plan: {name or 'the model'} split over tp{size} as {dict(layers)} does not compute what it "
+                f"tensor plan: {name or 'the model'} split over tp{size} as {_shown(layers)} does not compute what it "
                 "computes whole: outputs or gradients differ, or the sizes do not divide. The heads must divide, a "
                 "rowwise layer must follow its colwise ones, and a colwise layer that nothing follows needs "
                 "colwise_gather. Leave these layers out, or take a degree that divides."
@@ -141,14 +149,18 @@ def _follow(search: Search, seen: Look, model: nn.Module, styles: Mapping[str, s
         search.regions.append(region)
 
 
-def regions_of(seen: Look, styles: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _shown(layers: Mapping[str, Style]) -> str:
+    return ", ".join(f"{layer or 'itself'}: {style}" for layer, style in layers.items())
+
+
+def regions_of(seen: Look, styles: Mapping[str, Style]) -> dict[str, dict[str, Style]]:
     """The layers of a plan by the smallest module that holds a rowwise one and its colwise ones."""
-    alone = {n: s for n, s in styles.items() if s in ALONE}
-    regions: dict[str, dict[str, str]] = {name: {"": style} for name, style in alone.items() if name in seen.calls}
+    alone = {name: style for name, style in styles.items() if style.name in ALONE}
+    regions = {name: {"": style} for name, style in alone.items() if name in seen.calls}
     rest = [name for name in seen.order if name in styles and name not in alone]
     for name in sorted(seen.calls, key=lambda name: -len(name.split(".")) if name else 1):
         held = [layer for layer in rest if not name or layer.startswith(f"{name}.")]
-        kinds = {styles[layer].removeprefix("packed_") for layer in held}
+        kinds = {styles[layer].name for layer in held}
         if kinds >= {"colwise", "rowwise"} or (held and not name):
             regions[name] = {layer[len(name) + 1 :] if name else layer: styles[layer] for layer in held}
             rest = [layer for layer in rest if layer not in held]
@@ -171,9 +183,11 @@ def _apply(model: nn.Module, peers: Peers, regions: list[Region], seen: Look) ->
         split.parts |= {f"{region.name}.{name}" if region.name else name: part for name, part in held.items()}
         split._partial += [f"{region.name}.{name}" if region.name else name for name in region.partial]
         if region.rules is not None or region.draws:
-            module.__dict__["_shoal_region"] = (region, peers)
-            become(module, _Inside)
-    _share_tied(model, done, split.parts)
+            _attach(module, region, peers)
+    by_param = {id(model.get_parameter(n)): p for n, p in split.parts.items() if _is_param(model, n)}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in by_param:
+            split.parts.setdefault(name, by_param[id(param)])  # under every name that it has
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in evaluation; nested tensors cannot be added over ranks
@@ -184,19 +198,27 @@ def _leaves(cut: Cut) -> bool:
     return cut.style not in ("colwise", "channels")
 
 
-def _share_tied(model: nn.Module, done: Slices, parts: dict[str, Part]) -> None:
-    """A parameter that was cut in one place is cut wherever it is used."""
-    by_param = {id(model.get_parameter(n)): p for n, p in parts.items() if _is_param(model, n)}
-    for module_name, module in model.named_modules():
-        for key, param in list(module._parameters.items()):
-            if param is not None and id(param) in done:
-                raise LayoutError(
-                    f"{module_name}.{key} shares a parameter with a layer that is split, and is itself whole. Give "
-                    "both a style that cuts the same way (an embedding: vocabulary, the head: colwise_gather)."
-                )
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) in by_param:
-            parts.setdefault(name, by_param[id(param)])
+def _torn(model: nn.Module, regions: list[Region], peers: Peers) -> list[tuple[Region, str]]:
+    """Regions that cut a parameter otherwise than another layer which uses it too, with its name."""
+    uses: dict[int, set[int]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            uses.setdefault(id(param), set()).add(id(module))
+    ways: dict[int, dict[int, tuple[Region, str, Any]]] = {}
+    for region in regions:
+        for layer, cut in region.cuts.items():
+            for path, (dim, units) in cut.keeps.items():
+                name = ".".join(filter(None, (region.name, layer, path)))
+                if _is_param(model, name):
+                    owner = model.get_submodule(name.rpartition(".")[0])
+                    way = (region, name, (dim, units.spans(peers.rank)))
+                    ways.setdefault(id(model.get_parameter(name)), {})[id(owner)] = way
+    return [
+        (region, name)
+        for param, found in ways.items()
+        for region, name, _ in found.values()
+        if found.keys() != uses[param] or len({way for _, _, way in found.values()}) > 1
+    ]
 
 
 def _is_param(model: nn.Module, name: str) -> bool:
@@ -204,37 +226,26 @@ def _is_param(model: nn.Module, name: str) -> bool:
     return key in model.get_submodule(module)._parameters
 
 
+def _attach(module: nn.Module, region: Region, peers: Peers) -> None:
+    stream = OwnStream(peers.rank) if region.draws else None
+    if "_shoal_inside" not in module.__dict__:  # one module may hold several regions
+        module.__dict__["_shoal_inside"] = []
+        become(module, _Inside)
+    module.__dict__["_shoal_inside"].append((region.rules, stream, region.cuts.keys() == {""}))
+    for layer in region.cuts if stream is not None else ():
+        module.get_submodule(layer).__dict__["_shoal_stream"] = stream
+
+
 class _Inside:
-    """A region's module, run with this rank's sizes, and with random numbers of its own."""
+    """The module of a region, run with this rank's sizes and, where the ranks differ, its own random numbers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
-        region, peers = self.__dict__["_shoal_region"]
         with contextlib.ExitStack() as stack:
-            if region.draws and module.training:
-                stack.enter_context(_own_stream(peers.rank, next(module.parameters()).device))
-            stack.enter_context(narrowing(region.rules))
+            for rules, stream, is_all in self.__dict__["_shoal_inside"]:
+                if stream is not None and module.training:
+                    stack.callback(stream.end)
+                    if is_all:  # the region is this one layer
+                        stream.begin(next(module.parameters()))
+                stack.enter_context(narrowing(rules))
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
-
-
-@contextlib.contextmanager
-def _own_stream(rank: int, device: torch.device) -> Any:
-    """Ranks hold different slices here, so they draw different numbers; the common stream moves on by one draw."""
-    seed = int(torch.randint(2**62, ()))
-    kind = torch.cuda if device.type == "cuda" else torch
-    state = kind.get_rng_state()
-    kind.manual_seed(seed + rank)
-    try:
-        yield
-    finally:
-        kind.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def _quiet_streams() -> Any:
-    """A look at the model must not move the random numbers of the training."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

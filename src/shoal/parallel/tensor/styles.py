@@ -40,23 +40,26 @@ class Cut:
     keeps: Mapping[str, tuple[int, Units]]
 
 
-def make_cut(layer: nn.Module, style: str, units: Units, tensors: Mapping[str, str] | None = None) -> Cut:
-    """How a layer is cut.
-
-    Args:
-        tensors: for `experts`, the style of each parameter (experts, out, in), by name.
-    """
-    if style == "experts":
-        keeps = {}
-        for name, told in (tensors or {}).items():
-            dim = layer.get_parameter(name).dim() - (1 if told.endswith("rowwise") else 2)
-            width = layer.get_parameter(name).shape[dim]
-            parts = (width // 2,) * 2 if told.startswith("packed_") else (width,)
-            keeps[name] = (dim, replace(units, parts=parts))
-        return Cut(style, units, keeps)
+def make_cut(layer: nn.Module, style: str, units: Units) -> Cut:
+    """How a layer is cut."""
     if style == "heads":
         return Cut(style, units, attention.keeps(layer, units))
     return Cut(style, units, {name: (dim, units) for name, dim in _cut_dims(layer, style).items()})
+
+
+def cut_experts(module: nn.Module, units: Units, tensors: Mapping[str, tuple[bool, bool]]) -> Cut:
+    """How parameters (experts, out, in) are cut, all along the middle layer of each expert.
+
+    Args:
+        tensors: by name, whether it is the matrix after that layer, and whether two are packed in one.
+    """
+    keeps = {}
+    for name, (is_last, is_packed) in tensors.items():
+        param = module.get_parameter(name)
+        dim = param.dim() - (1 if is_last else 2)
+        width = param.shape[dim]
+        keeps[name] = (dim, replace(units, parts=(width // 2,) * 2 if is_packed else (width,)))
+    return Cut("experts", units, keeps)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -160,6 +163,9 @@ class _Column:
         cut, peers = self.__dict__["_shoal_cut"]
         whole = x if isinstance(self, nn.Embedding) else peers.enter(x)
         out: Tensor = super().forward(whole)  # type: ignore[misc]
+        stream = self.__dict__.get("_shoal_stream")
+        if stream is not None and self.training and cut.style == "colwise":  # type: ignore[attr-defined]
+            stream.begin(out)
         return peers.gather(out, cut.units.sizes()) if cut.style == "colwise_gather" else out
 
 
@@ -171,6 +177,8 @@ class _Row:
         if cut.style == "rowwise_scatter":
             x = peers.scatter(x, cut.units.sizes())
         out: Tensor = peers.leave(_without_bias(self, x))
+        if "_shoal_stream" in self.__dict__:
+            self.__dict__["_shoal_stream"].end()
         bias: Tensor | None = getattr(self, "bias", None)  # a layer without one has None, or no such attribute
         if bias is None:
             return out

@@ -1,0 +1,38 @@
+"""Random numbers of a rank's own, for as long as ranks hold different slices.
+
+Outside of a region all peers hold the same activation, so they must draw the same mask; inside, different ones:
+
+    x -> column layer -> [ own: attention weights, hidden units ] -> row layer -> [ common: dropout of the sum ] -> y
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class OwnStream:
+    """Switches the global generator of torch to this rank's numbers, and back; between them the common one rests."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._common: Tensor | None = None
+        self._cuda = False
+
+    def begin(self, like: Tensor) -> None:
+        """From here on, the rank's own: another seed at every call, the same again when a block is run again."""
+        if self._common is not None:
+            return
+        seed = int(torch.randint(2**62, ()))  # the common stream moves on by one draw
+        self._cuda = like.is_cuda
+        self._common = self._kind().get_rng_state()
+        self._kind().manual_seed(seed + self._rank)
+
+    def end(self) -> None:
+        """The common one again."""
+        if self._common is not None:
+            self._kind().set_rng_state(self._common)
+            self._common = None
+
+    def _kind(self) -> Any:
+        return torch.cuda if self._cuda else torch
