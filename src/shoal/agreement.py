@@ -1,11 +1,14 @@
 """What every rank must have in common, checked: the start, and the state after the first step."""
 
+import copy
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.data.digest import digest
 from shoal.errors import JobError, NumericsError, WorldError
@@ -37,7 +40,7 @@ def check_same_model(model: nn.Module, world: World) -> None:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     facts = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named]
-    prints = [digest(t) for _, t in named]
+    prints = ["" if t.device.type == "meta" else digest(t) for _, t in named]  # on meta, drawn from (seed, name) later
     rows = world.gather_text(hashlib.sha256(json.dumps([facts, prints]).encode()).hexdigest())
     if len(set(rows)) == 1:
         return
@@ -117,6 +120,41 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
             )
     ids = {id(param) for param in held}
     return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in ids]
+
+
+def check_acts_by_element(optimizer: torch.optim.Optimizer, layout: str) -> None:
+    """An optimizer of parameters that are cut must treat each element by itself: tried on a matrix and on its halves.
+
+    Raises:
+        JobError: the halves are updated otherwise than the whole.
+    """
+    draw = torch.Generator().manual_seed(0)
+    whole, *grads = (torch.randn(8, 6, dtype=torch.float64, generator=draw) for _ in range(3))
+    for group in optimizer.param_groups:
+        for dim in (0, 1):
+            together = _stepped(optimizer, group, [whole], [[grad] for grad in grads])
+            halves = _stepped(optimizer, group, list(whole.chunk(2, dim)), [list(grad.chunk(2, dim)) for grad in grads])
+            if not torch.allclose(together[0], torch.cat(halves, dim), rtol=1e-9, atol=1e-12):
+                raise JobError(
+                    f"{type(optimizer).__name__} does not update each element by itself: on the halves of a matrix it "
+                    f"does something else than on the whole one, and in {layout} a rank has only its part. Take an "
+                    "optimizer that goes by element (SGD, Adam, AdamW, ...), or a layout without tp."
+                )
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], values: list[Tensor], grads: list[list[Tensor]]
+) -> list[Tensor]:
+    """What a twin of the optimizer, with the values of this group, makes of other parameters."""
+    twin = copy.copy(optimizer)
+    params = [nn.Parameter(value.clone()) for value in values]
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": params}]
+    for each in grads:
+        for param, grad in zip(params, each, strict=True):
+            param.grad = grad.clone()
+        twin.step()
+    return [param.detach() for param in params]
 
 
 def check_first_step(

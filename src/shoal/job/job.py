@@ -94,6 +94,7 @@ class Job(ABC):
     clip_grad_norm: float | None = None
     batch_norm: Literal["global", "local"] = "global"  # local: each rank's own micro-batch
     nonfinite: Literal["stop", "skip"] = "stop"
+    init: Literal["whole", "by-name"] = "whole"  # by-name: no rank ever holds the whole model, and other numbers
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -156,6 +157,7 @@ def check_job(job: Job) -> None:
         "precision": (job.precision in typing.get_args(Precision), "one of fp64, fp32, bf16, fp16"),
         "clip_grad_norm": (clip is None or (isinstance(clip, int | float) and clip > 0), "None or above 0"),
         "batch_norm": (job.batch_norm in ("global", "local"), "global or local"),
+        "init": (job.init in ("whole", "by-name"), "whole or by-name"),
         "nonfinite": (job.nonfinite in ("stop", "skip"), "stop or skip"),
     }
     for name, (holds, rule) in rules.items():

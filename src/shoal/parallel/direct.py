@@ -1,11 +1,13 @@
-"""Gather and reduce-scatter of shards by messages from rank to rank, for gloo.
+"""Gather and reduce-scatter of shards for gloo, from what gloo does well.
 
-gloo has no reduce-scatter (it sums everything everywhere), and its gather copies more than it sends. Milliseconds for
-40 MB of float32 in all, on 2 and on 4 processes of one machine (torch 2.13):
+Its reduce-scatter sums everything on every rank, and its gather copies more than it sends. Milliseconds for 40 MB of
+float32 in all, on 2 and 4 processes that share 2 busy cores (torch 2.13, median of 12):
 
-                    gloo's own      here
-    gather          66    158       16    47
-    reduce-scatter  55    147       20    30
+                    as gloo has it      as here
+    gather           76    145           25     46
+    reduce-scatter  109    199           41     62
+
+A step of a 4-block decoder of width 256 on fsdp2 takes 0.8 of the time that it takes with gloo's own.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 
 class DirectGather(AllGather):
-    """Each rank sends its part to all others."""
+    """Every rank broadcasts its part, all at once."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for what is gathered."""
@@ -27,14 +29,16 @@ class DirectGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """`output_tensor` (R x N) holds `input_tensor` (N) of every rank; this rank's may lie in it already."""
-        rows = list(output_tensor.view(group.size(), -1))
+        rows = output_tensor.view(group.size(), -1)
         if rows[group.rank()].data_ptr() != input_tensor.data_ptr():
             rows[group.rank()].copy_(input_tensor)
-        _swap([input_tensor] * group.size(), rows, group)
+        works = [dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(rows)]
+        for work in works:
+            work.wait()
 
 
 class DirectReduce(ReduceScatter):
-    """Each rank is sent its part by all others, and adds up."""
+    """Every rank is sent its part by all others, and adds up."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for what is reduced."""
@@ -48,24 +52,9 @@ class DirectReduce(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` (N) is the sum or mean of this rank's row of every rank's `input_tensor` (R x N)."""
-        own = input_tensor.view(group.size(), -1)
-        rows = torch.empty_like(own)
-        _swap(list(own), list(rows), group)
-        rows[group.rank()].copy_(own[group.rank()])
-        torch.sum(rows, dim=0, out=output_tensor)
+        """`output_tensor` (N) is the sum or the mean of this rank's row of every rank's `input_tensor` (R x N)."""
+        rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(rows, input_tensor, group=group)
+        torch.sum(rows.view(group.size(), -1), dim=0, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor /= group.size()
-
-
-def _swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Send `sent[r]` to rank r of the group, and receive `received[r]` from it, for all r but this rank."""
-    rank, size = group.rank(), group.size()
-    works = []
-    for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        works.append(dist.isend(sent[to], group=group, group_dst=to))
-        works.append(dist.irecv(received[source], group=group, group_src=source))
-    for work in works:
-        if work is not None:
-            work.wait()

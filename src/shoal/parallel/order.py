@@ -147,8 +147,8 @@ class Order:
         if self._learnt is not None:
             self._agree(NOTHING, self._learnt)
             for unit in range(len(self._names)):
-                if unit not in self._learnt:  # not needed by anyone this time
-                    self._learnt.append(unit)
+                if unit not in self._learnt:  # not needed by anyone this time; the model lists it after that before it
+                    self._learnt.insert(self._learnt.index(unit - 1) + 1, unit)
                     self._gather(unit, wanted=NOTHING)
             self._orders[self._mode] = self._learnt
             self._learnt = None
@@ -202,7 +202,7 @@ class Order:
     def need_backward(self, unit: int) -> None:
         """The backward of a unit begins: that of all which ran after it is over."""
         behind = self._open_backward()
-        if unit not in self.kept:  # of one that is, a later call may have begun, before which others are not over
+        if not self._do.is_whole(unit):
             self._do_through(behind, Event(Deed.GATHER, unit))
 
     def look_ahead(self, unit: int) -> None:
@@ -238,12 +238,17 @@ class Order:
         self._calls = _Calls()
 
     def _open_backward(self) -> list[Event]:
-        if self._behind is None:
-            if not self._calls.orders:
-                self._calls = self._last.copy()
-            *later, first = reversed(self._calls.orders)
-            self._behind = [event for order in later for event in backward_events(order, self.kept, reduces=False)]
-            self._behind += backward_events(first, self.kept, reduces=self.reduces)
+        if self._behind is not None:
+            return self._behind
+        kept: Set[int] = self.kept
+        if not self.awaits_backward:  # a second one through the same graph, after the first has dropped all
+            self._calls = self._last.copy()
+            kept = set(range(len(self._names)))
+            for unit in kept:
+                self._do.gather(unit)
+        *later, first = reversed(self._calls.orders)
+        self._behind = [event for order in later for event in backward_events(order, kept, reduces=False)]
+        self._behind += backward_events(first, kept, reduces=self.reduces)
         return self._behind
 
     def _is_over(self, unit: int) -> bool:

@@ -1,17 +1,18 @@
 """A mesh and a model -> the placed model: the one function that knows the order in which a model is spread."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.clip import clip_factor, grad_norm, scale_gradients
 from shoal.parallel.norm import globalise_batch_norm, has_batch_norm, release_batch_norm
-from shoal.parallel.parts import Part, keep_parts, parts_of
+from shoal.parallel.parts import Part, cut, keep_parts, local_of, parts_of
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicate import Replica, check_no_hooks, check_replicable
 from shoal.parallel.shard import Shards
@@ -77,6 +78,7 @@ def place(
     plan: Mapping[str, str] | None = None,
     sample: Sample | None = None,
     keep_cut: bool = False,
+    value: Callable[[str], Tensor] | None = None,
 ) -> nn.Module:
     """Spread a model over a world; it stays the same module, with the same parameter names.
 
@@ -86,6 +88,7 @@ def place(
     Args:
         plan: how tensor parallelism splits the model, glob -> style; inferred where it is left out.
         sample: (args, kwargs) that the model may be called with; tensor parallelism looks at it.
+        value: gives a parameter by its name, whole, where they are on `meta`; each is there for a moment only.
         keep_cut: outputs may stay cut; `Placement.present` makes them look whole.
 
     Raises:
@@ -102,6 +105,11 @@ def place(
     _place_norms(model, world, placement, batch_norm)
     parts = {name: Part.whole(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     if world.mesh.sizes["tp"] > 1:
+        if value is not None:
+            raise LayoutError(
+                f"{world.layout}: with init=by-name no weights are there yet, and tensor parallelism proves its split "
+                "on them. Take fsdp alone, or init=whole."
+            )
         placement.split = split_tensors(model, world, plan=plan, sample=sample, keep_cut=keep_cut)
         parts |= placement.split.parts
     _place_blocks(model, world)
@@ -109,11 +117,33 @@ def place(
         placement.shards = Shards(model, world)
         for name, rows in placement.shards.rows.items():
             parts[name] = parts[name].take(0, [rows], "fsdp")
-    elif world.num_data > 1:
+    if value is not None:
+        _allocate(model, world.device)
+    if world.mesh.sizes["fsdp"] == 1 and world.num_data > 1:
         placement.replica = Replica(model, world)
+    if value is not None:
+        _fill(model, parts, value)
     keep_parts(model, parts)
     model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
     return model
+
+
+def _fill(model: nn.Module, parts: Mapping[str, Part], value: Callable[[str], Tensor]) -> None:
+    """This rank's part of every parameter, one after the other."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            local_of(param).copy_(cut(value(name), parts[name]))
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Memory for what is on `meta`. torch's own conversion would make two parameters of one that is shared."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the absent one too: its id stays its own
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.device.type == "meta":
+                empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                module._parameters[name] = made.setdefault(id(param), (param, empty))[1]
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # fully_shard looks for its parameters anew
 
 
 def _place_blocks(model: nn.Module, world: World) -> None:

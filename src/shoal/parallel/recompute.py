@@ -46,7 +46,7 @@ def recompute_blocks(model: nn.Module, blocks: list[str], how: str) -> None:
             "ModuleList or Sequential). Give it a method blocks() that returns names of modules, or drop recompute."
         )
     for module in model.modules():
-        config: Any = getattr(module, "config", None)  # of Hugging Face: its blocks fill a cache, and would fill it twice
+        config: Any = getattr(module, "config", None)  # Hugging Face's blocks fill a cache: twice, here
         if getattr(config, "use_cache", False):
             config.use_cache = False
     for name in blocks:

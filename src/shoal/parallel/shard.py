@@ -12,8 +12,8 @@ the user's, and the parameters keep their names; each is a DTensor, and whole on
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,11 @@ class Shards:
         grouping = Grouping.of(model)
         stays_whole = world.layout.reshard is False or world.layout.zero == 2
         self._world = world
-        self._crew = _Crew(world, grouping.whole)
+        self._uncut = _Uncut(model, grouping.whole)
+        self._crew = _Crew(world, self._uncut)
         self._order = Order(["the model", *grouping.blocks], self._crew, keep_all=stays_whole)
         with _kept_attributes(model):
             self._root = self._cut(model, grouping, reshard=not stays_whole)
-        self._whole = grouping.whole
         self._is_closed = self._seen_output = False
         named = dict(model.named_parameters(remove_duplicate=False))
         uncut = set(grouping.whole.values())
@@ -66,7 +66,7 @@ class Shards:
         world.at_close(self._close)
 
     def _cut(self, model: nn.Module, grouping: Grouping, *, reshard: bool) -> "UnitState":
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         from shoal.parallel.direct import DirectGather, DirectReduce  # these need the inside of torch,
         from shoal.parallel.units import adopt  # which a run without shards need not load
@@ -85,11 +85,11 @@ class Shards:
             unit, state = adopt(module, self._order, number, names)
             state.on_end = self._end_backward
             module.__dict__["__deepcopy__"] = _no_copy  # not setattr: it is no part of the module
+            if self._world.backend == "gloo":
+                cast(FSDPModule, module).set_custom_all_gather(DirectGather())
+                cast(FSDPModule, module).set_custom_reduce_scatter(DirectReduce())
             if unit is not None:
                 self._crew.units[number] = unit
-            if self._world.backend == "gloo":
-                module.set_custom_all_gather(DirectGather())
-                module.set_custom_reduce_scatter(DirectReduce())
             if number == ROOT:
                 root = state
         return root
@@ -115,7 +115,7 @@ class Shards:
 
     def own_gradients(self) -> dict[str, Tensor]:
         """This rank's gradients, whole, that `accumulate` has kept from being reduced."""
-        found = {name: param.grad for name, param in self._whole.items() if param.grad is not None}
+        found = {name: param.grad for name, param in self._uncut.params().items() if param.grad is not None}
         for unit in self._crew.units.values():
             found |= {unit.names[place]: grad for place, grad in unit.gradients().items()}
         return found
@@ -125,23 +125,22 @@ class Shards:
         self._order.forget()
         for unit in self._crew.units.values():
             unit.forget()
-        for param in self._whole.values():
+        for param in self._uncut.params().values():
             param.grad = None
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Within: every rank holds all parameters, and may call the model alone, without gradient; collective."""
-        for number in self._crew.units:
-            self._crew.gather(number)
-            self._crew.wait(number)
+        for unit in self._crew.units.values():
+            unit.hold()
         self._order.is_held = True
         try:
             with torch.no_grad():
                 yield
         finally:
             self._order.is_held = False
-            for number in self._crew.units:
-                self._crew.release(number)
+            for unit in self._crew.units.values():
+                unit.release()
 
     # -- around forward and backward ----------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class Shards:
         self._order.end_backward()
         torch_ends()
         if reduced:
-            _average([param for param in self._whole.values() if param.requires_grad], self._world)
+            self._uncut.average(self._world)
             self._crew.unused.settle()
 
 
@@ -202,24 +201,6 @@ def _kept_attributes(model: nn.Module) -> Iterator[None]:
         vars(param).update(written[name])
 
 
-def _average(params: list[nn.Parameter], world: World) -> None:
-    """The mean of gradients over the data ranks, those that are missing taken as zero; a collective for each dtype."""
-    group = world.data_group
-    if group is None:
-        return
-    kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        kinds[param.dtype].append(torch.view_as_real(param.grad) if param.is_complex() else param.grad)
-    for grads in kinds.values():
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        flat /= world.num_data
-        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
-
-
 def _no_copy(memo: dict[int, Any]) -> NoReturn:
     raise JobError(
         "a model in shards cannot be copied: its parameters are parts, gathered while it runs. Copy it before it is "
@@ -227,11 +208,39 @@ def _no_copy(memo: dict[int, Any]) -> NoReturn:
     )
 
 
+class _Uncut:
+    """The parameters that every rank keeps whole; looked up each time, since `Module.to` may replace them."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        paths = [(name, *name.rpartition(".")) for name in names]
+        self._places = {name: (model.get_submodule(owner), key) for name, owner, _, key in paths}
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """By name."""
+        return {name: getattr(module, key) for name, (module, key) in self._places.items()}
+
+    def average(self, world: World) -> None:
+        """The mean of their gradients over the data ranks, missing ones taken as zero; a collective for each dtype."""
+        group = world.data_group
+        kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        trained = [param for param in self.params().values() if param.requires_grad and group is not None]
+        for param in trained:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            kinds[param.dtype].append(torch.view_as_real(param.grad) if param.is_complex() else param.grad)
+        for grads in kinds.values():
+            flat = torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(flat, group=group)
+            flat /= world.num_data
+            for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+                grad.copy_(mean.view_as(grad))
+
+
 class _Unused:
     """Parameters without a gradient on some ranks: `None` where they have none on any."""
 
-    def __init__(self, world: World, units: "dict[int, Unit]", whole: dict[str, nn.Parameter]) -> None:
-        self._world, self._units, self._whole = world, units, list(whole.values())
+    def __init__(self, world: World, units: "dict[int, Unit]", uncut: _Uncut) -> None:
+        self._world, self._units, self._uncut = world, units, uncut
         self._used: list[bool] = []
         self._counts = torch.empty(0)
         self._work: dist.Work | None = None
@@ -239,7 +248,7 @@ class _Unused:
     def count(self) -> None:
         """Begin to add up how many ranks have used each parameter; small, so it runs beside a reduction."""
         self._used = [used for unit in self._units.values() for used in unit.take_used()]
-        self._used += [param.grad is not None or not param.requires_grad for param in self._whole]
+        self._used += [p.grad is not None or not p.requires_grad for p in self._uncut.params().values()]
         self._counts = torch.tensor(self._used, dtype=torch.int32, device=self._world.device)
         group = self._world.data_side_group
         self._work = None if group is None else dist.all_reduce(self._counts, group=group, async_op=True)
@@ -250,7 +259,8 @@ class _Unused:
             self._work.wait()
         if all(self._used):
             return
-        params = [*(param for unit in self._units.values() for param in unit.params()), *self._whole]
+        params = [param for unit in self._units.values() for param in unit.params()]
+        params += self._uncut.params().values()
         for param, count in zip(params, self._world.read(self._counts) or self._used, strict=True):
             if not count:
                 param.grad = None
@@ -259,10 +269,10 @@ class _Unused:
 class _Crew:
     """Does what the order says, to the units that have parameters."""
 
-    def __init__(self, world: World, whole: dict[str, nn.Parameter]) -> None:
+    def __init__(self, world: World, uncut: _Uncut) -> None:
         self._world = world
         self.units: dict[int, Unit] = {}
-        self.unused = _Unused(world, self.units, whole)
+        self.unused = _Unused(world, self.units, uncut)
 
     def agree(self, need: int) -> list[int]:
         """What each data rank needs next."""

@@ -93,6 +93,12 @@ class Unit(FSDPParamGroup):
             with self.use_training_state(TrainingState.FORWARD):  # on the streams of a gather
                 super().unshard(self.unshard_async_op)
 
+    def hold(self) -> None:
+        """Make it whole, before its first forward too; collective."""
+        self.lazy_init()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().unshard()
+        self.wait_for_unshard()
+
     def release(self) -> None:
         """Drop the whole parameters; their gradients stay."""
         self.wait_for_unshard()

@@ -1,5 +1,7 @@
 """assemble(job, world) -> Run: everything between a job and its first step, once, for every verb."""
 
+import contextlib
+import functools
 import inspect
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from shoal.agreement import check_optimizer, check_same_model
+from shoal.agreement import check_acts_by_element, check_optimizer, check_same_model
 from shoal.checkpoint import Writer, newest_good
 from shoal.checkpoint.pack import pack
 from shoal.data import Shared, share
@@ -22,6 +24,7 @@ from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
 from shoal.parallel.mode import evaluating
 from shoal.parallel.place import place, placement_of
+from shoal.parallel.recipe import Recipes
 from shoal.parallel.replicate import check_replicable
 from shoal.parallel.tensor import Sample
 from shoal.run.run import Run
@@ -59,12 +62,22 @@ def assemble(
     check_job(job)
     world.layout.require_available()
     world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
-    model = _build_model(job, world)
+    recipes = Recipes() if job.init == "by-name" else None
+    model = _build_model(job, world, recipes)
     data, evaluation, rehearsal, tokens, note = _build_data(job, world)
     _check_evaluation(model, evaluation, world)
-    sample = _sample_call(job, world, data) if world.mesh.sizes["tp"] > 1 else None
+    looks = world.mesh.sizes["tp"] > 1 and recipes is None
+    sample = _sample_call(job, world, data) if looks else None
     whole_flops = _forward_flops(model, sample)
-    place(model, world, batch_norm=job.batch_norm, plan=job.tensor_plan(), sample=sample, keep_cut=True)
+    place(
+        model,
+        world,
+        batch_norm=job.batch_norm,
+        plan=job.tensor_plan(),
+        sample=sample,
+        keep_cut=True,
+        value=None if recipes is None else lambda name: recipes.value(name, functools.partial(_seed_for, job)),
+    )
     optimizer, scheduler = _build_optimizer(job, model)
     run_folder = RunFolder(Path(folder)) if folder is not None else None
     ledger = Ledger.of(job, world, data, lr=float(optimizer.param_groups[0]["lr"]), tokens_per_sample=tokens)
@@ -105,6 +118,8 @@ def assemble(
                 "and step go over the network, and every layer waits for them. Keep tp within a node."
             )
     _warn_of_lonely_samples(run)
+    if placement_of(model).split is not None:
+        check_acts_by_element(optimizer, str(world.layout))
     left_out = check_optimizer(optimizer, model)
     if left_out:
         run.say(f"not in the optimizer, so never updated: {', '.join(left_out[:5])}")
@@ -116,21 +131,31 @@ def assemble(
     return run
 
 
-def _build_model(job: Job, world: World) -> nn.Module:
-    """The model as one process would build it: the same seed, then the same draws, on every rank."""
+def _build_model(job: Job, world: World, recipes: Recipes | None) -> nn.Module:
+    """The model as one process would build it: the same seed, then the same draws, on every rank.
+
+    With `recipes` its parameters are on `meta`, and what would have been done to them is written down.
+    """
     seed_everything(job.seed)
     torch.manual_seed(job.seed)
-    model = job.model()
+    with recipes.writing() if recipes is not None else contextlib.nullcontext():
+        model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"{type(job).__name__}.model() returned {type(model).__name__}, not a torch.nn.Module.")
     check_replicable(model)
+    if recipes is not None:
+        recipes.know(model)
     if not model.training:
         model.train()  # as a whole in evaluation mode, as loaded weights often are; a part that is, is meant so
-    model = model.to(world.device)
+    model._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(world.device))  # type: ignore[no-untyped-call]
     if job.precision == "fp64":
         model._apply(_widen)  # type: ignore[no-untyped-call]
     check_same_model(model, world)
     return model
+
+
+def _seed_for(job: Job, name: str) -> None:
+    seed_everything(job.seed, "init", name)
 
 
 def _widen(tensor: Tensor) -> Tensor:
