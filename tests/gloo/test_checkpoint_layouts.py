@@ -1,5 +1,6 @@
 """One checkpoint from many processes: any layout reads what any other wrote; what fails is told on all ranks."""
 
+import itertools
 import os
 import random
 import shutil
@@ -9,9 +10,10 @@ import time
 import pytest
 import torch
 from ranks import RankError, run_processes
+from safetensors.torch import save_file
 from torch import nn
 
-from shoal.checkpoint import Writer, list_checkpoints, newest_good, read, read_manifest, verify
+from shoal.checkpoint import Writer, list_checkpoints, load_weights, newest_good, read, read_manifest, verify
 from shoal.checkpoint.pack import Shard
 from shoal.checkpoint.state import capture, reading_plan, restore
 from shoal.errors import CheckpointError
@@ -152,6 +154,19 @@ def test_ranks_write_what_they_hold(saved):
     assert len(files["dp2.fsdp2"]) == 2  # of two replicas one
 
 
+def test_a_rank_that_knows_values_which_rank_0_does_not_tells_them(tmp_path):
+    """Optimizer state that its owner alone has, in which there is no tensor."""
+
+    def save(world):
+        state = {f"w{world.rank}": {"momentum_buffer": None, "count": world.rank}}
+        with Writer(tmp_path, world=world) as writer:
+            writer.submit({"optimizer": {"state": state}}, step=1, **FACTS)
+
+    in_world("dp2", save)
+    state = read(tmp_path / "step_000001").tree["optimizer"]["state"]
+    assert state == {f"w{rank}": {"momentum_buffer": None, "count": rank} for rank in (0, 1)}
+
+
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_every_rank_of_any_layout_gets_its_part_bit_by_bit_and_steps_on(after, saved):
     """D125, D136, D141: model and optimizer, from any layout into any."""
@@ -179,30 +194,51 @@ def test_every_rank_of_any_layout_gets_its_part_bit_by_bit_and_steps_on(after, s
     assert sum(rows for rows, _ in shapes) >= 7
 
 
+@pytest.mark.parametrize("layout", ["fsdp3", "fsdp2.tp2"])
+def test_ranks_take_their_slices_of_plain_weights_and_of_another_run(layout, saved, tmp_path):
+    model, _ = source(0)
+    state = model.state_dict()
+    save_file({n: t.clone() for n, t in state.items() if n != "head.weight"}, tmp_path / "model.safetensors")
+
+    def load(world):
+        for path in (tmp_path / "model.safetensors", saved["dp2.fsdp2"]):
+            other, _ = placed(1, world)
+            loaded = load_weights(path, other, world)
+            assert loaded.num_tensors == len(state) - 1
+            parts = parts_of(other)
+            for name, tensor in other.state_dict(keep_vars=True).items():
+                assert torch.equal(local_of(tensor.detach()), cut(state[name], parts[name])), name
+
+    in_world(layout, load)
+
+
 # ---- what fails on one rank ----
 
 
-def fill_disk(monkeypatch):
-    full = shutil.disk_usage("/")._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+def fill_disk(monkeypatch, calls):
+    """The disk is full at these calls of the question how full it is."""
+    usage, count = shutil.disk_usage, itertools.count(1)
+    full = usage("/")._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full if next(count) in calls else usage(path))
 
 
 @pytest.mark.parametrize("layout", ["fsdp3", "dp2"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_full_disk_on_one_rank_is_told_on_all_and_training_goes_on(layout, victim, tmp_path):
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_full_disk_on_one_rank_is_told_on_all_and_training_goes_on(layout, victim, waits, tmp_path):
     def save(world):
         tree = capture(*placed(0, world), None, None)
         with Writer(tmp_path, world=world) as writer, pytest.MonkeyPatch.context() as patch:
             patch.setattr("shoal.checkpoint.deal._SHARE_BYTES", 100)  # so that replicas have files, too
+            if world.rank == victim:
+                fill_disk(patch, calls=(2, 3))  # before the second save, and for its message
             writer.submit(tree, step=1, **FACTS)
             assert writer.wait()
-            with pytest.MonkeyPatch.context() as full:
-                if world.rank == victim:
-                    fill_disk(full)
-                writer.submit(tree, step=2, **FACTS)
-                assert not writer.wait()
+            writer.submit(tree, step=2, **FACTS)
+            assert not waits or not writer.wait()  # else they hear of it when the next save begins
             writer.submit(tree, step=3, **FACTS)
             assert writer.wait()
+        assert [saved.step for saved in writer.saved] == [1, 3]
         return writer.events
 
     events = in_world(layout, save)
@@ -216,7 +252,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_training_goes_on(layout, vic
         if rank == 0:
             assert ("rank 1: " in event) == (victim == 1)
         if rank not in (0, victim):
-            assert "rank 0 has given it up" in event
+            assert "rank 0 has given it up" in event or (not waits and "No space left" in event)
 
 
 def test_a_rank_that_does_not_see_the_folder_is_told_on_all(tmp_path):
@@ -272,6 +308,26 @@ def test_who_is_in_a_hurry_does_not_wait_for_a_rank_that_is_gone(tmp_path):
     assert "rank 1 has not told within 0.2 s that it wrote" in event
     assert "rank 0 has" in other
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_it_writes_ends_the_others_at_the_next_save(victim, tmp_path):
+    """They do not wait for its file until their patience ends."""
+
+    def save(world):
+        tree = capture(*placed(0, world), None, None)
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == victim:
+                name = "commit" if victim == 0 else "hand_over"
+                patch.setattr(f"shoal.checkpoint.writer.{name}", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr("shoal.checkpoint.writer._HURRY_S", 0.1)
+            with Writer(tmp_path, world=world) as writer:
+                writer.submit(tree, step=1, **FACTS)
+                writer.submit(tree, step=2, **FACTS)
+
+    with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):  # not the word of the harness that kills
+        in_world("fsdp2", save)
+    assert newest_good(tmp_path)[0] is None
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -5,6 +5,8 @@ import struct
 import numpy as np
 import torch
 
+from shoal.checkpoint import newest_good, read
+
 
 def same(a, b):
     """Exact equality: types, key order, bits of floats and tensors."""
@@ -45,3 +47,9 @@ def state_of(step, size=1000):
         },
         "step": step,
     }
+
+
+def newest_tree(folder):
+    """What a resume would start from."""
+    found, _ = newest_good(folder)
+    return read(found.path).tree

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_states import same, state_of
+from checkpoint_states import newest_tree, same, state_of
 
 from shoal.checkpoint import newest_good, read, verify, write
 from shoal.checkpoint.manifest import FileEntry, Manifest, Slice, TensorEntry, check_tiling
@@ -208,6 +208,10 @@ HOSTILE = {
     "a slice twice": lambda m: first(m)["slices"].append(first(m)["slices"][0]),
     "a file unlisted": lambda m: first(m)["slices"][0].update(file="other"),
     "a tensor dropped": lambda m: m["tensors"].pop("model.blocks.0.bias"),
+    "two checksums for one block": lambda m: first(m)["slices"][0].update(sha256=2 * [first(m)["slices"][0]["sha256"]]),
+    "a list of one checksum": lambda m: first(m)["slices"][0].update(sha256=[first(m)["slices"][0]["sha256"]]),
+    "no checksum": lambda m: first(m)["slices"][0].update(sha256=[]),
+    "more than its file holds": lambda m: m["tensors"].update(more=larger(m)),
     "a newer format": lambda m: m.update(format=2),
     "no files": lambda m: m.pop("files"),
     "files as a list": lambda m: m.update(files=[]),
@@ -223,6 +227,13 @@ def first(fields):
     return fields["tensors"]["model.blocks.0.weight"]
 
 
+def larger(fields):
+    """Another tensor in the same file, with all the bytes that there are."""
+    count = fields["files"][DATA]["num_bytes"]
+    place = {**first(fields)["slices"][0], "key": "more", "shape": [count]}
+    return {"dtype": "U8", "shape": [count], "slices": [place]}
+
+
 def rename_file(fields, name):
     fields["files"] = {name: fields["files"][DATA]}
     for entry in fields["tensors"].values():
@@ -235,6 +246,17 @@ def test_a_hostile_manifest_is_refused_without_harm(saved, name):
     assert verify(saved) == []  # resealing alone changes nothing
     reseal(saved, HOSTILE[name])
     assert_found(saved)
+
+
+def test_a_large_slice_with_one_checksum_for_all_of_it_is_read_too(tmp_path):
+    """As the first checkpoints of shoal have it."""
+    state = {"x": torch.arange(5.0 * (1 << 20)).reshape(5, 1 << 20)}  # 20 MiB
+    path = write(tmp_path, state, step=1, job=JOB, layout="lone")
+    digest = hashlib.sha256(state["x"].numpy().tobytes()).hexdigest()
+    reseal(path, lambda fields: fields["tensors"]["x"]["slices"][0].update(sha256=digest))
+    assert same(read(path).tree, state)
+    flip(path / DATA, 8 * 10_000_000)
+    assert_found(path, f"{DATA}: tensor 'x' does not match its checksum")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".hidden", "a\0b", ""])
@@ -308,7 +330,7 @@ def test_the_newest_good_one_is_taken_and_the_bad_are_named(tmp_path):
     (tmp_path / "step_000200").mkdir()
     checkpoint, skipped = newest_good(tmp_path)
     assert checkpoint.step == 100
-    assert same(checkpoint.tree, state_of(100))
+    assert same(newest_tree(tmp_path), state_of(100))
     assert len(skipped) == 2
     assert "step_000300 is damaged" in skipped[0]
     assert "step_000200 is no checkpoint of shoal" in skipped[1]

@@ -107,8 +107,6 @@ def test_a_failing_export_leaves_the_file_that_was_there(trained, tmp_path, monk
 
 def test_exports_that_cannot_be_are_refused(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
-    with pytest.raises(CheckpointError, match="no good checkpoint to export: there is none"):
-        export(tmp_path / "run", tmp_path / "model.pt")
     write(checkpoints, {"model": {"phase": torch.ones(1, dtype=torch.complex128), "note": "x"}}, step=1, **FACTS)
     with pytest.raises(CheckpointError, match=r"'\.onnx'"):
         export(checkpoints, tmp_path / "model.onnx")
@@ -120,6 +118,26 @@ def test_exports_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no model"):
         export(checkpoints, tmp_path / "none.pt")
     assert not (tmp_path / "none.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ([], "is not there. Name a run's folder, such as runs/digits, or one checkpoint of it."),
+        (["notes.txt"], "has no good checkpoint to export: .*notes.txt is foreign"),
+        (["checkpoints/.lock"], "is the folder of a run that has saved no checkpoint. Train in it"),
+        (["run.json", "metrics.jsonl", "logs/rank_0.log"], "saved no checkpoint. .*shoal train JOB --run .*/run;"),
+        (["checkpoints/step_000003/data"], "has no good checkpoint to export: .*step_000003 is no checkpoint"),
+    ],
+)
+def test_a_place_without_a_checkpoint_is_said_to_be_what_it_is(tmp_path, made, told):
+    for name in made:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=told) as caught:
+        export(tmp_path / "run", tmp_path / "model.pt")
+    assert str(caught.value).startswith(f"{tmp_path / 'run'} ")
+    assert not (tmp_path / "model.pt").exists()
 
 
 # ---- resume through the disk ----

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from checkpoint_states import same, state_of
+from checkpoint_states import newest_tree, same, state_of
 from safetensors.torch import load_file
 
 from shoal.checkpoint import Writer, list_checkpoints, newest_good, pack, read, verify, write
@@ -110,7 +110,7 @@ def test_what_was_submitted_is_saved_although_training_goes_on(tmp_path):
         state["optimizer"]["state"]["blocks.0.weight"]["step"] += 5
         state["step"] = 99
         del state["model"]["blocks.0.bias"]
-    assert same(newest_good(tmp_path)[0].tree, state_of(1, size=2_000_000))
+    assert same(newest_tree(tmp_path), state_of(1, size=2_000_000))
 
 
 def test_host_memory_is_used_again_and_each_save_still_holds_its_own_state(tmp_path):
@@ -154,7 +154,7 @@ def test_a_step_already_committed_is_not_written_twice(tmp_path):
         writer.submit(state_of(1), step=1, **FACTS)
         writer.submit(state_of(7), step=1, **FACTS)
     assert [saved.step for saved in writer.saved] == [1]
-    assert same(newest_good(tmp_path)[0].tree, state_of(1))
+    assert same(newest_tree(tmp_path), state_of(1))
 
 
 def test_the_last_k_are_kept(tmp_path):
@@ -233,7 +233,7 @@ def test_a_kill_at_any_time_leaves_a_committed_state_that_loads(tmp_path):
         checkpoint, skipped = newest_good(tmp_path)
         assert skipped == []
         assert checkpoint.step >= committed
-        assert same(checkpoint.tree, state_of(checkpoint.step, size=300_000))
+        assert same(read(checkpoint.path).tree, state_of(checkpoint.step, size=300_000))
         reached = checkpoint.step
         os.set_blocking(hears, False)
         with contextlib.suppress(BlockingIOError):
@@ -272,10 +272,10 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path):
     write(tmp_path, state_of(5), step=5, **FACTS)
     (tmp_path / "step_000005").rename(tmp_path / "step_000005.old")  # the moment between the two renames
     Writer(tmp_path).close()
-    assert same(newest_good(tmp_path)[0].tree, state_of(5))
+    assert same(newest_tree(tmp_path), state_of(5))
     write(tmp_path, state_of(6), step=5, **FACTS)
     Writer(tmp_path).close()
-    assert same(newest_good(tmp_path)[0].tree, state_of(6))
+    assert same(newest_tree(tmp_path), state_of(6))
     assert leftovers(tmp_path) == []
 
 
@@ -352,10 +352,10 @@ def test_a_failure_of_any_call_leaves_the_old_or_the_new_state_whole(tmp_path, n
         checkpoint, skipped = newest_good(folder)
         assert skipped == []
         values = [state_of(2)] if succeeded else [state_of(1), state_of(2)]
-        assert any(same(checkpoint.tree, value) for value in values)
+        assert any(same(read(checkpoint.path).tree, value) for value in values)
         with Writer(folder) as writer:  # and the folder works again
             writer.submit(state_of(3), step=3, **FACTS)
-        assert same(newest_good(folder)[0].tree, state_of(3))
+        assert same(newest_tree(folder), state_of(3))
         assert leftovers(folder) == []
 
 
@@ -398,7 +398,7 @@ def test_a_file_size_limit_of_the_system_is_survived(tmp_path):
             assert "File too large (needs 7.6 MiB" in writer.events[0]
 
     assert status_of(in_child(child)) == 0
-    assert same(newest_good(tmp_path)[0].tree, state_of(1))
+    assert same(newest_tree(tmp_path), state_of(1))
     assert leftovers(tmp_path) == []
 
 
@@ -428,7 +428,7 @@ def test_a_disk_that_is_really_full_keeps_the_old_checkpoint(small_disk, monkeyp
         assert writer.wait()
     assert steps_in(small_disk) == [3, 1]
     assert leftovers(small_disk) == []
-    assert same(newest_good(small_disk)[0].tree, state_of(3, size=300_000))
+    assert same(newest_tree(small_disk), state_of(3, size=300_000))
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
@@ -519,7 +519,7 @@ def test_two_processes_that_save_to_one_place_never_mix(tmp_path):
 
     pids = [in_child(lambda size=size: child(size)) for size in (1000, 2000)]
     assert [status_of(pid) for pid in pids] == [0, 0]
-    tree = newest_good(tmp_path)[0].tree
+    tree = newest_tree(tmp_path)
     assert same(tree, state_of(tree["step"], tree["step"]))
 
 

@@ -2,9 +2,10 @@
 
 from shoal.checkpoint.export import Exported, export
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.pack import pack, unpack
+from shoal.checkpoint.pack import Shard, pack, unpack
 from shoal.checkpoint.read import Checkpoint, identity_difference, newest_good, read, read_manifest, verify
 from shoal.checkpoint.shelf import Found, list_checkpoints
+from shoal.checkpoint.weights import Loaded, load_weights
 from shoal.checkpoint.write import write
 from shoal.checkpoint.writer import Saved, Writer
 
@@ -12,12 +13,15 @@ __all__ = [
     "Checkpoint",
     "Exported",
     "Found",
+    "Loaded",
     "Manifest",
     "Saved",
+    "Shard",
     "Writer",
     "export",
     "identity_difference",
     "list_checkpoints",
+    "load_weights",
     "newest_good",
     "pack",
     "read",

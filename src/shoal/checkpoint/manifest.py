@@ -3,7 +3,7 @@
 Each tensor has a global shape and one or more slices, each in some file: a whole tensor is one slice at
 offset 0, a tensor that four ranks hold in parts is four. The checksum in the last line covers all bytes
 before it, and a reader demands the very bytes that a writer would write: no flipped bit, blank or repeated
-key goes unseen.
+key goes unseen. What one rank has written it tells in the same form; rank 0 joins these.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.checkpoint.pack import Skeleton, pack, unpack
-from shoal.checkpoint.tensorfile import num_bytes_of
+from shoal.checkpoint.pack import Leaf, Skeleton, merge, outline, pack, unpack
+from shoal.checkpoint.tensorfile import PREFIX_BYTES, blocks_of, dtype_of, num_bytes_of
 from shoal.errors import CheckpointError
 
 FORMAT = 1
@@ -30,13 +30,23 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A box of one tensor, under one key of one file; `offset` is its first corner in the global tensor."""
+    """A box of one tensor, under one key of one file; `offset` is its first corner in the global tensor.
+
+    `sha256` has one checksum for each of `blocks_of` it, or one for all of it.
+    """
 
     file: str
     key: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    sha256: str
+    sha256: tuple[str, ...]
+
+    def blocks(self, dtype: str) -> list[tuple[int, int, str]]:
+        """The rows (start, stop) of the slice that each checksum covers, and the checksum."""
+        if len(self.sha256) == 1:
+            return [(0, self.shape[0] if self.shape else 1, self.sha256[0])]
+        rows = blocks_of(dtype, self.shape)
+        return [(start, stop, digest) for (start, stop), digest in zip(rows, self.sha256, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +100,26 @@ class Manifest:
         yield "tensors", {name: _tensor_json(entry) for name, entry in self.tensors.items()}
         yield "tree", self.skeleton
 
+    def outline(self) -> Any:
+        """The saved tree, with a `Leaf` in the place of each tensor.
+
+        Raises:
+            CheckpointError: the tree cannot be, or does not fit the tensors.
+        """
+        return outline(self.skeleton, check=self._check_leaf)
+
+    def _check_leaf(self, leaf: Leaf) -> None:
+        entry = self.tensors[leaf.name]
+        pairs = entry.shape[-1:] == (2,) and dtype_of(entry.dtype).is_floating_point
+        if leaf.complex and not pairs:
+            raise CheckpointError(f"tensor {leaf.name!r} holds no pairs of reals, and is said to be complex.")
+
     @classmethod
-    def from_bytes(cls, raw: bytes) -> "Manifest":
+    def from_bytes(cls, raw: bytes, *, whole: bool = True) -> "Manifest":
         """Read and check a manifest: its checksum first, then its form, then every field.
+
+        Args:
+            whole: it is of a whole checkpoint, not of what one rank has written.
 
         Raises:
             CheckpointError: foreign, damaged, from a newer version, or with values that cannot be.
@@ -103,8 +130,37 @@ class Manifest:
         if raw != body + _seal(body):
             raise CheckpointError("is damaged: its bytes do not match its checksum.")
         manifest = _parse(raw)
-        _check(manifest)
+        check_places(manifest)
+        if whole:
+            check_tilings(manifest)
         return manifest
+
+
+def join(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a checkpoint from those of all ranks that wrote, rank 0's first.
+
+    Raises:
+        CheckpointError: what the ranks hold does not make up whole tensors.
+    """
+    whole = parts[0]
+    for part in parts[1:]:
+        tensors = dict(whole.tensors)
+        for name, entry in part.tensors.items():
+            tensors[name] = _join_slices(name, tensors[name], entry) if name in tensors else entry
+        skeleton = merge(whole.skeleton, part.skeleton)
+        whole = replace(whole, files={**whole.files, **part.files}, tensors=tensors, skeleton=skeleton)
+    check_places(whole)
+    check_tilings(whole)
+    whole.outline()
+    return whole
+
+
+def _join_slices(name: str, ours: TensorEntry, theirs: TensorEntry) -> TensorEntry:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        shown = f"{ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
+        raise CheckpointError(f"tensor {name!r} is {shown} on different ranks.")
+    slices = sorted((*ours.slices, *theirs.slices), key=lambda part: part.offset)
+    return replace(ours, slices=tuple(slices))
 
 
 def _dump(value: Any) -> str:
@@ -116,7 +172,11 @@ def _seal(body: bytes) -> bytes:
 
 
 def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
-    return {**vars(entry), "slices": [vars(part) for part in entry.slices]}
+    return {**vars(entry), "slices": [_slice_json(part) for part in entry.slices]}
+
+
+def _slice_json(part: Slice) -> dict[str, Any]:
+    return {**vars(part), "sha256": part.sha256[0] if len(part.sha256) == 1 else part.sha256}
 
 
 def _parse(raw: bytes) -> Manifest:
@@ -166,7 +226,7 @@ def _parse_slice(part: Mapping[str, Any]) -> Slice:
         key=_text(part["key"]),
         offset=_shape(part["offset"]),
         shape=_shape(part["shape"]),
-        sha256=_digest(part["sha256"]),
+        sha256=_digests(part["sha256"]),
     )
 
 
@@ -188,26 +248,46 @@ def _digest(value: Any) -> str:
     return str(value)
 
 
+def _digests(value: Any) -> tuple[str, ...]:
+    return tuple(map(_digest, value)) if isinstance(value, list) else (_digest(value),)
+
+
 def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise TypeError(f"{value!r} is no shape")
-    return tuple(_count(size) for size in value)
+    shape = tuple(_count(size) for size in value)
+    if math.prod(filter(None, shape)) >= 2**63:
+        raise ValueError(f"{value!r} is no shape of a tensor")
+    return shape
 
 
-def _check(manifest: Manifest) -> None:
-    """What a hostile or buggy writer could have sealed: names, bounds, tiling, two slices at one place."""
+def check_places(manifest: Manifest) -> None:
+    """What a hostile or buggy writer could have sealed: names, sizes, checksums, two slices at one place."""
     for name in manifest.files:
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"names the file {name!r}; a file lies in the checkpoint itself, by a plain name.")
     places = set()
+    rest = {name: entry.num_bytes - PREFIX_BYTES for name, entry in manifest.files.items()}
     for name, entry in manifest.tensors.items():
-        check_tiling(name, entry)
         for part in entry.slices:
             if part.file not in manifest.files:
                 raise CheckpointError(f"puts tensor {name!r} into {part.file!r}, a file that it does not list.")
             if (part.file, part.key) in places:
                 raise CheckpointError(f"uses {part.key!r} of {part.file} for two tensors.")
             places.add((part.file, part.key))
+            rest[part.file] -= num_bytes_of(entry.dtype, part.shape)
+            if rest[part.file] < 0:
+                raise CheckpointError(
+                    f"puts more into {part.file} than its {manifest.files[part.file].num_bytes} bytes."
+                )
+            if len(part.sha256) not in (1, len(blocks_of(entry.dtype, part.shape))):
+                raise CheckpointError(f"has {len(part.sha256)} checksums for {part.key!r} of {part.file}.")
+
+
+def check_tilings(manifest: Manifest) -> None:
+    """Every tensor is there, each element once."""
+    for name, entry in manifest.tensors.items():
+        check_tiling(name, entry)
 
 
 def check_tiling(name: str, entry: TensorEntry) -> None:

@@ -11,6 +11,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.tensorfile import CODES
 from shoal.errors import CheckpointError
+from shoal.parallel.parts import Box, Part
 
 Skeleton = Any  # what json.loads can return
 
@@ -29,11 +31,29 @@ _RESERVED_NAMES = ("", "__metadata__")  # the second is a keyword of the safeten
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
-def pack(tree: object) -> tuple[dict[str, Tensor], Skeleton]:
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A leaf of a tree: what this rank holds of a tensor that ranks hold in parts. Tied names share one object."""
+
+    local: Tensor
+    part: Part
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where a skeleton puts a tensor, and what it is seen as there."""
+
+    name: str
+    complex: bool = False
+    numpy: str | None = None
+
+
+def pack(tree: object) -> tuple[dict[str, Tensor | Shard], Skeleton]:
     """Split a tree into named tensors and a JSON skeleton that says where they go.
 
     A tensor is named by its path (`optimizer.state.blocks.0.weight.exp_avg`). Tensors are not copied, only
     detached; two that are the same memory get one name. A parameter comes back as a plain tensor on the CPU.
+    Skeletons do not tell shards from whole tensors: that of a sharded state is that of the whole one.
 
     Raises:
         CheckpointError: a value that cannot be stored, with its path in the tree.
@@ -43,19 +63,51 @@ def pack(tree: object) -> tuple[dict[str, Tensor], Skeleton]:
     return packer.tensors, skeleton
 
 
-def unpack(skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the tree that `pack` took apart; tied tensors are one object again.
+def unpack(skeleton: Skeleton, tensors: Mapping[str, Tensor | None]) -> Any:
+    """Rebuild the tree that `pack` took apart; tied tensors are one object again. None stays None.
 
     Raises:
         CheckpointError: a skeleton that `pack` cannot have made.
     """
-    return _decode(skeleton, tensors, 0)
+    return _decode(skeleton, lambda leaf: _seen_as(leaf, tensors[leaf.name]), 0)
+
+
+def outline(skeleton: Skeleton, *, check: Callable[[Leaf], None] = lambda leaf: None) -> Any:
+    """The tree with a `Leaf` in the place of each tensor; `check` may refuse one.
+
+    Raises:
+        CheckpointError: a skeleton that `pack` cannot have made.
+    """
+
+    def keep(leaf: Leaf) -> Leaf:
+        check(leaf)
+        return leaf
+
+    return _decode(skeleton, keep, 0)
+
+
+def leaves_of(tree: Any) -> Iterator[Leaf]:
+    """The leaves in an outline, or in a part of one."""
+    if isinstance(tree, Leaf):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves_of(value)
+
+
+def merge(first: Skeleton, second: Skeleton) -> Skeleton:
+    """The skeleton of a state of which two ranks know parts: the keys of both; where values differ, the first's."""
+    if not (isinstance(first, dict) and isinstance(second, dict) and "dict" in first and "dict" in second):
+        return first
+    ours, theirs = first["dict"], second["dict"]
+    both = {key: merge(value, theirs[key]) if key in theirs else value for key, value in ours.items()}
+    return {"dict": {**both, **{key: value for key, value in theirs.items() if key not in ours}}}
 
 
 class _Packer:
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._name_of_memory: dict[tuple[object, ...], str] = {}
+        self.tensors: dict[str, Tensor | Shard] = {}
+        self._name_of_tied: dict[object, str] = {}
 
     def encode(self, value: object, path: str, depth: int) -> Skeleton:
         if depth > _MAX_DEPTH:
@@ -64,6 +116,8 @@ class _Packer:
             return self._encode_numpy(value, path)
         if isinstance(value, Tensor):
             return self.encode_tensor(value, path)
+        if isinstance(value, Shard):
+            return self.encode_tensor(value.local, path, shard=value)
         encoder = _ENCODERS.get(type(value))
         if encoder is None:
             raise CheckpointError(f"{path or 'the state'}: {_describe(value)} cannot be stored. {_STORABLE}")
@@ -80,28 +134,33 @@ class _Packer:
                 )
             yield [self.encode(key, path, depth + 1), self.encode(value, _join(path, key), depth + 1)]
 
-    def encode_tensor(self, tensor: Tensor, path: str, *, numpy: str | None = None) -> Skeleton:
+    def encode_tensor(
+        self, tensor: Tensor, path: str, *, numpy: str | None = None, shard: Shard | None = None
+    ) -> Skeleton:
         _check_tensor(tensor, path)
         tensor = tensor.detach().resolve_conj().resolve_neg()
+        part = None if shard is None else shard.part
         node: dict[str, object] = {"tensor": ""}
         if tensor.is_complex():
             # safetensors knows no complex128: both are stored as pairs of reals.
             tensor, node["complex"] = torch.view_as_real(tensor), True
+            part = part and in_pairs(part)
         if tensor.dtype not in CODES:
             raise CheckpointError(f"{path or 'the state'}: tensors of {tensor.dtype} cannot be stored.")
         if numpy is not None:
             node["numpy"] = numpy
-        node["tensor"] = self._store(tensor, path)
+        stored = tensor if part is None else Shard(tensor, part)
+        # Of a shard its object says what is tied, since every rank must find the same ties, even one with no rows.
+        node["tensor"] = self._store(stored, path, tie=_memory(tensor) if shard is None else shard)
         return node
 
-    def _store(self, tensor: Tensor, path: str) -> str:
-        # self.tensors keeps every tensor alive, so no address is used twice while we pack.
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and memory in self._name_of_memory:
-            return self._name_of_memory[memory]
+    def _store(self, stored: Tensor | Shard, path: str, *, tie: object) -> str:
+        if tie in self._name_of_tied:
+            return self._name_of_tied[tie]
         name = self._free_name(path)
-        self.tensors[name] = tensor
-        self._name_of_memory[memory] = name
+        self.tensors[name] = stored
+        if tie is not None:
+            self._name_of_tied[tie] = name
         return name
 
     def _free_name(self, path: str) -> str:
@@ -121,6 +180,19 @@ class _Packer:
             raise CheckpointError(f"{path or 'the state'}: numpy values in foreign byte order cannot be stored.")
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return self.encode_tensor(torch.from_numpy(array), path, numpy=kind)
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...] | None:
+    """What two names of one tensor share. The packer keeps every tensor alive, so no address is used twice."""
+    if not tensor.numel():
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def in_pairs(part: Part) -> Part:
+    """The part of a complex tensor, as the part of its pairs of reals."""
+    boxes = tuple(Box((*box.local, 0), (*box.whole, 0), (*box.size, 2)) for box in part.boxes)
+    return Part((*part.shape, 2), boxes, part.axes)
 
 
 def _check_tensor(tensor: Tensor, path: str) -> None:
@@ -196,65 +268,71 @@ _ENCODERS: dict[type, Callable[[_Packer, Any, str, int], Skeleton]] = {
 }
 
 
-def _decode(node: Skeleton, tensors: Mapping[str, Tensor], depth: int) -> Any:
+_Make = Callable[[Leaf], Any]
+
+
+def _decode(node: Skeleton, make: _Make, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"the skeleton is nested more than {_MAX_DEPTH} deep.")
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):
-        return [_decode(item, tensors, depth + 1) for item in node]
+        return [_decode(item, make, depth + 1) for item in node]
     tag = next(iter(node), None) if isinstance(node, dict) else None
     decoder = _DECODERS.get(tag) if isinstance(tag, str) else None
     if decoder is None or (len(node) != 1 and tag != "tensor"):
         raise CheckpointError(f"the skeleton holds {str(node)[:80]!r}, which is no known value.")
     try:
-        return decoder(node, tensors, depth)
+        return decoder(node, make, depth)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, struct.error) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"the skeleton holds a broken {tag!r}: {str(node)[:80]!r}.") from error
 
 
-def _decode_pairs(pairs: Any, tensors: Mapping[str, Tensor], depth: int) -> Iterator[tuple[str | int, Any]]:
+def _decode_pairs(pairs: Any, make: _Make, depth: int) -> Iterator[tuple[str | int, Any]]:
     for key, value in pairs:
-        key = _decode(key, tensors, depth + 1)
+        key = _decode(key, make, depth + 1)
         if type(key) not in (str, int):
             raise CheckpointError(f"the skeleton has the key {key!r}; keys are str or int.")
-        yield key, _decode(value, tensors, depth + 1)
+        yield key, _decode(value, make, depth + 1)
 
 
-def _decode_dict(node: Any, tensors: Mapping[str, Tensor], depth: int) -> dict[str, Any]:
-    return {key: _decode(value, tensors, depth + 1) for key, value in node["dict"].items()}
+def _decode_dict(node: Any, make: _Make, depth: int) -> dict[str, Any]:
+    return {key: _decode(value, make, depth + 1) for key, value in node["dict"].items()}
 
 
-def _decode_int(node: Any, tensors: Mapping[str, Tensor], depth: int) -> int:
+def _decode_int(node: Any, make: _Make, depth: int) -> int:
     if not _HEX.fullmatch(node["int"]):
         raise ValueError
     return int(node["int"], 16)
 
 
-def _decode_tensor(node: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
+def _decode_tensor(node: Any, make: _Make, depth: int) -> Any:
     if set(node) - {"tensor", "complex", "numpy"}:
         raise ValueError
-    tensor = tensors[node["tensor"]]
-    if node.get("complex"):
+    return make(Leaf(node["tensor"], bool(node.get("complex")), node.get("numpy")))
+
+
+def _seen_as(leaf: Leaf, tensor: Tensor | None) -> Any:
+    if tensor is not None and leaf.complex:
         # A view made twice of tied memory is two objects; the memory stays one.
         tensor = torch.view_as_complex(tensor)
-    if "numpy" not in node:
+    if tensor is None or leaf.numpy is None:
         return tensor
-    return tensor.numpy()[()] if node["numpy"] == "scalar" else tensor.numpy()
+    return tensor.numpy()[()] if leaf.numpy == "scalar" else tensor.numpy()
 
 
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor], int], Any]] = {
+_DECODERS: dict[str, Callable[[Any, _Make, int], Any]] = {
     "dict": _decode_dict,
-    "pairs": lambda node, tensors, depth: dict(_decode_pairs(node["pairs"], tensors, depth)),
-    "ordered": lambda node, tensors, depth: OrderedDict(_decode_pairs(node["ordered"], tensors, depth)),
-    "counter": lambda node, tensors, depth: Counter(dict(_decode_pairs(node["counter"], tensors, depth))),
-    "tuple": lambda node, tensors, depth: tuple(_decode(node["tuple"], tensors, depth + 1)),
-    "size": lambda node, tensors, depth: torch.Size(_decode(node["size"], tensors, depth + 1)),
-    "bytes": lambda node, tensors, depth: base64.b64decode(node["bytes"], validate=True),
+    "pairs": lambda node, make, depth: dict(_decode_pairs(node["pairs"], make, depth)),
+    "ordered": lambda node, make, depth: OrderedDict(_decode_pairs(node["ordered"], make, depth)),
+    "counter": lambda node, make, depth: Counter(dict(_decode_pairs(node["counter"], make, depth))),
+    "tuple": lambda node, make, depth: tuple(_decode(node["tuple"], make, depth + 1)),
+    "size": lambda node, make, depth: torch.Size(_decode(node["size"], make, depth + 1)),
+    "bytes": lambda node, make, depth: base64.b64decode(node["bytes"], validate=True),
     "int": _decode_int,
-    "float": lambda node, tensors, depth: struct.unpack(">d", bytes.fromhex(node["float"]))[0],
-    "str": lambda node, tensors, depth: bytes.fromhex(node["str"]).decode("utf-8", "surrogatepass"),
+    "float": lambda node, make, depth: struct.unpack(">d", bytes.fromhex(node["float"]))[0],
+    "str": lambda node, make, depth: bytes.fromhex(node["str"]).decode("utf-8", "surrogatepass"),
     "tensor": _decode_tensor,
 }

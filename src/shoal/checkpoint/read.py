@@ -1,38 +1,32 @@
-"""Read checkpoints: nothing is believed before its checksum, nothing allocated before its size is known."""
+"""Read checkpoints: find the newest good one, and load of it what this rank needs."""
 
 import hashlib
+import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Slice
+from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from shoal.checkpoint.pack import unpack
-from shoal.checkpoint.shelf import list_checkpoints, step_in
-from shoal.checkpoint.tensorfile import (
-    MAX_HEADER_BYTES,
-    PREFIX_BYTES,
-    Span,
-    dtype_of,
-    memory_of,
-    parse_header,
-)
+from shoal.checkpoint.shelf import Found, list_checkpoints, step_in
+from shoal.checkpoint.slices import Slices, read_header
 from shoal.errors import CheckpointError
+from shoal.parallel.parts import Part
+from shoal.world import World
 
-_READ_BYTES = 4 << 20  # hashed while still in cache
 _MAX_MANIFEST_BYTES = 1 << 30
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; its tensors are on the CPU, whatever device they were saved from."""
+    """What was read of a checkpoint; its tensors are on the CPU, whatever device they were saved from."""
 
     path: Path
     step: int
@@ -40,74 +34,113 @@ class Checkpoint:
     tree: Any
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A slice, and the tensor that it belongs to."""
+def read(path: Path, plan: Mapping[str, Part | None] | None = None) -> Checkpoint:
+    """Load a checkpoint folder, or this rank's part of it. Every block that is read is verified.
 
-    name: str
-    dtype: str
-    part: Slice
-
-
-def read(path: Path) -> Checkpoint:
-    """Load one checkpoint folder, verifying every byte of it.
+    Args:
+        plan: by the name of the tensor in the checkpoint, the part to load of it, or None for a tensor that is not
+            needed (None in the tree, too); whole where it is silent.
 
     Raises:
         CheckpointError: foreign, damaged (naming file and tensor), or unreadable.
     """
-    found = _load(path)
-    if isinstance(found, Checkpoint):
-        return found
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    raise CheckpointError(f"{path} is damaged: {found[0]}{more}")
-
-
-def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint folder, by file and tensor; nothing when it is good.
-
-    Files that are missing, foreign or of a wrong length are told before any is read.
-    """
-    try:
-        found = _load(path)
-    except CheckpointError as error:
-        return [str(error)]
-    return [] if isinstance(found, Checkpoint) else found
-
-
-def _load(path: Path) -> Checkpoint | list[str]:
-    """The checkpoint, or all that is wrong with its files."""
     manifest = read_manifest(path)
     problems = _listing_problems(path, manifest)
-    tensors = _assemble(path, manifest, problems) if not problems else {}
+    if not problems:
+        tensors = _read_tensors(Slices(path, manifest), manifest, plan or {}, problems)
     if problems:
-        return problems
+        raise CheckpointError(_damage(path, problems))
     try:
         return Checkpoint(path, manifest.step, manifest, unpack(manifest.skeleton, tensors))
     except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: {MANIFEST_NAME}: {error}") from error
+
+
+def _read_tensors(
+    slices: Slices, manifest: Manifest, plan: Mapping[str, Part | None], problems: list[str]
+) -> dict[str, Tensor | None]:
+    tensors: dict[str, Tensor | None] = {}
+    for name in manifest.tensors:
+        try:
+            part = plan.get(name, Part.whole(manifest.tensors[name].shape))
+            tensors[name] = None if part is None else slices.read(name, part)
+        except CheckpointError as error:
+            problems += [text for text in [str(error)] if text not in problems]  # a bad header is that of many
+    return tensors
+
+
+def verify(path: Path, *, rank: int = 0, size: int = 1) -> list[str]:
+    """What is wrong with a checkpoint folder, by file and tensor; nothing when it is good.
+
+    Files that are missing, foreign or of a wrong length are told before any is read. Where `size` ranks share the
+    work, together they have read every byte.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = _listing_problems(path, manifest)
+    if problems:
+        return problems
+    try:
+        manifest.outline()
+    except CheckpointError as error:
         return [f"{MANIFEST_NAME}: {error}"]
+    return Slices(path, manifest).check(rank, size)
 
 
-def newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_good(folder: Path, world: World | None = None) -> tuple[Found | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each newer or foreign thing that was passed over.
 
-    `folder` is the folder of the checkpoints, the run folder above it, or one checkpoint.
+    Args:
+        folder: the folder of the checkpoints, the run folder above it, or one checkpoint.
+        world: called on every rank, which share the reading; rank 0 says what is there.
+
+    Raises:
+        CheckpointError: a rank does not see what rank 0 sees.
     """
-    if (folder / MANIFEST_NAME).exists():
-        return _try(folder, [])
-    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    skipped = [f"{path} is foreign: {reason}" for path, reason in _foreign(folder)]
-    for found in list_checkpoints(folder):
-        checkpoint, skipped = _try(found.path, skipped)
-        if checkpoint is not None:
-            return checkpoint, skipped
+    together = world if world is not None and world.kind == "real" else None
+    if together is None:
+        choices, skipped = _choices(folder)
+    else:
+        choices, skipped = json.loads(together.decide(lambda: json.dumps(_choices(folder))))
+    for text in choices:
+        path = Path(text)
+        problems = verify(path) if together is None else _verify_together(path, together)
+        if not problems:
+            return Found(read_manifest(path).step, path), skipped
+        skipped.append(_damage(path, problems))
     return None, skipped
 
 
-def _try(path: Path, skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
+def _choices(folder: Path) -> tuple[list[str], list[str]]:
+    """Committed checkpoints, newest first, and a line for each foreign thing beside them."""
+    if (folder / MANIFEST_NAME).exists():
+        return [str(folder)], []
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    foreign = [f"{path} is foreign: {reason}" for path, reason in _foreign(folder)]
+    return [str(found.path) for found in list_checkpoints(folder)], foreign
+
+
+def _verify_together(path: Path, world: World) -> list[str]:
     try:
-        return read(path), skipped
-    except CheckpointError as error:
-        return None, [*skipped, str(error)]
+        seen = hashlib.sha256((path / MANIFEST_NAME).read_bytes()).hexdigest()
+    except OSError as error:
+        seen = error.strerror or str(error)
+    told = json.dumps([seen, verify(path, rank=world.rank, size=world.size)])
+    rows = [json.loads(row) for row in world.gather_text(told)]
+    for rank, (sees, _) in enumerate(rows):
+        if sees != rows[0][0]:
+            raise CheckpointError(
+                f"rank {rank} does not see {path / MANIFEST_NAME} as rank 0 does ({sees}). A run folder must lie where "
+                "every host sees it, at the same path."
+            )
+    return list(dict.fromkeys(problem for _, problems in rows for problem in problems))
+
+
+def _damage(path: Path, problems: list[str]) -> str:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return problems[0] if str(path) in problems[0] else f"{path} is damaged: {problems[0]}{more}"
 
 
 def looks_complete(path: Path) -> bool:
@@ -186,91 +219,11 @@ def _cut_tensor(path: Path, entry: FileEntry, num_bytes: int) -> str:
     """The first tensor that a truncated file lacks, where its header still tells."""
     try:
         with path.open("rb") as file:
-            data_start, spans = _read_header(file.fileno(), entry, num_bytes)
+            data_start, spans = read_header(file.fileno(), entry, num_bytes)
     except (OSError, CheckpointError):
         return ""
     lost = (key for key, span in spans.items() if data_start + span.stop > num_bytes)
     return "".join(f", cut within tensor {key!r}" for key in list(lost)[:1])
-
-
-def _read_header(descriptor: int, entry: FileEntry, num_bytes: int) -> tuple[int, dict[str, Span]]:
-    """Where the data begin, and the spans; the hash is compared before anything is parsed."""
-    prefix = os.pread(descriptor, PREFIX_BYTES, 0)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < PREFIX_BYTES or length > min(num_bytes - PREFIX_BYTES, MAX_HEADER_BYTES):
-        raise CheckpointError("the header is damaged: its length cannot be.")
-    text = os.pread(descriptor, length, PREFIX_BYTES)
-    if hashlib.sha256(prefix + text).hexdigest() != entry.header_sha256:
-        raise CheckpointError("the header is damaged: it does not match its checksum.")
-    return PREFIX_BYTES + length, parse_header(text)
-
-
-def _read_slices(path: Path, manifest: Manifest, problems: list[str]) -> Iterator[tuple[_Place, Tensor]]:
-    """The good slices of all files; each bad one adds a line to `problems`."""
-    places: dict[str, dict[str, _Place]] = {name: {} for name in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        for part in tensor.slices:
-            places[part.file][part.key] = _Place(name, tensor.dtype, part)
-    for file, entry in manifest.files.items():
-        try:
-            descriptor = os.open(path / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            problems.append(f"{file}: cannot be opened: {error.strerror or error}")
-            continue
-        try:
-            yield from _read_file(descriptor, file, entry, places[file], problems)
-        except (OSError, CheckpointError) as error:
-            problems.append(f"{file}: {error}")
-        finally:
-            os.close(descriptor)
-
-
-def _read_file(
-    descriptor: int, file: str, entry: FileEntry, places: dict[str, _Place], problems: list[str]
-) -> Iterator[tuple[_Place, Tensor]]:
-    num_bytes = os.fstat(descriptor).st_size
-    data_start, spans = _read_header(descriptor, entry, num_bytes)
-    end = data_start + max((span.stop for span in spans.values()), default=0)
-    if set(spans) != set(places) or end != entry.num_bytes:
-        raise CheckpointError("the header does not list the tensors of the manifest.")
-    for key, span in spans.items():
-        place = places[key]
-        if (span.dtype, span.shape) != (place.dtype, place.part.shape):
-            raise CheckpointError(f"tensor {place.name!r}: the header and the manifest differ in dtype or shape.")
-        if data_start + span.stop > num_bytes:
-            problems.append(f"{file}: tensor {place.name!r} is cut off")
-            continue
-        data = torch.empty(span.stop - span.start, dtype=torch.uint8, device="cpu")
-        if _read_into(descriptor, memory_of(data), data_start + span.start) != place.part.sha256:
-            problems.append(f"{file}: tensor {place.name!r} does not match its checksum")
-        else:
-            yield place, data.view(dtype_of(span.dtype)).view(span.shape)
-
-
-def _read_into(descriptor: int, memory: memoryview, offset: int) -> str:
-    """Fill the memory and return its hash, a piece at a time."""
-    digest = hashlib.sha256()
-    for start in range(0, len(memory), _READ_BYTES):
-        piece = memory[start : start + _READ_BYTES]
-        if os.preadv(descriptor, [piece], offset + start) != len(piece):
-            raise CheckpointError("shrank while it was read.")
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _assemble(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, Tensor]:
-    """Global tensors from their slices. They tile it, so it is no larger than the files that hold it."""
-    tensors: dict[str, Tensor] = {}
-    for place, data in _read_slices(path, manifest, problems):
-        entry = manifest.tensors[place.name]
-        if len(entry.slices) == 1:
-            tensors[place.name] = data
-            continue
-        if place.name not in tensors:
-            tensors[place.name] = torch.empty(entry.shape, dtype=data.dtype, device="cpu")
-        box = tuple(slice(o, o + n) for o, n in zip(place.part.offset, place.part.shape, strict=True))
-        tensors[place.name][box] = data
-    return tensors
 
 
 def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -6,16 +6,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.deal import Piece, pieces_to_write
 from shoal.checkpoint.pack import Skeleton, pack
 from shoal.checkpoint.tensorfile import Span, host_view, num_data_bytes, plan_file
+from shoal.mesh import Mesh
 from shoal.units import show_bytes
 
 
 @dataclass(frozen=True)
 class Image:
-    """A state at one moment: plain values as JSON, tensors as the data part of the file to be."""
+    """What one rank writes of a state: plain values as JSON, pieces of tensors as the data part of its file to be."""
 
     skeleton: Skeleton
+    pieces: dict[str, Piece]
     spans: dict[str, Span]
     data: Tensor
 
@@ -31,22 +34,25 @@ class HostBuffer:
     def __init__(self) -> None:
         self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, tree: object) -> Image:
-        """Copy a state; the image holds until the next one is taken, the state may change at once.
+    def take(self, tree: object, mesh: Mesh | None = None, rank: int = 0) -> Image:
+        """Copy what a rank writes of a state, which may change then; the image holds until the next one is taken.
 
         Raises:
             CheckpointError: a value that cannot be stored.
             OSError: no host memory for the copy.
         """
         tensors, skeleton = pack(tree)
-        spans = plan_file(tensors)
-        self._reserve(num_data_bytes(spans), pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        own = pieces_to_write(tensors, mesh, rank)
+        spans = plan_file({key: tensor for key, (_, tensor) in own.items()})
+        self._reserve(num_data_bytes(spans), pinned=any(tensor.is_cuda for _, tensor in own.values()))
         with torch.no_grad():
-            for name, span in spans.items():
-                host_view(self._data, span).copy_(tensors[name], non_blocking=tensors[name].is_cuda)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            for key, span in spans.items():
+                tensor = own[key][1]
+                host_view(self._data, span).copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in {tensor.device for _, tensor in own.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return Image(skeleton, spans, self._data[: num_data_bytes(spans)])
+        pieces = {key: piece for key, (piece, _) in own.items()}
+        return Image(skeleton, pieces, spans, self._data[: num_data_bytes(spans)])
 
     def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
         if self._data.numel() >= num_bytes and self._data.is_pinned() == pinned:

@@ -41,6 +41,7 @@ CODES = {dtype: code for code, dtype in _DTYPES.items()}
 PREFIX_BYTES = 8
 _ALIGN_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+BLOCK_BYTES = 16 << 20  # of the format: what one checksum covers
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,19 @@ def dtype_of(code: str) -> torch.dtype:
 def num_bytes_of(code: str, shape: tuple[int, ...]) -> int:
     """The bytes of a dense tensor, in exact integers."""
     return dtype_of(code).itemsize * math.prod(shape)
+
+
+def blocks_of(code: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The rows (start, stop) that each checksum of a slice covers: as many as 16 MiB hold, at least one.
+
+    So a rank that needs a few rows of a large slice reads and checks these and no others.
+    """
+    num_rows = shape[0] if shape else 1
+    row_bytes = num_bytes_of(code, shape[1:])
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    if num_rows * row_bytes <= BLOCK_BYTES:
+        return [(0, num_rows)]
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 def plan_file(tensors: Mapping[str, Tensor]) -> dict[str, Span]:

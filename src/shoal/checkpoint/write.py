@@ -5,7 +5,7 @@ import hashlib
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -13,25 +13,23 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
+from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry, join
 from shoal.checkpoint.shelf import (
     FolderLock,
     list_checkpoints,
     make_folder,
-    name_of,
     publish,
+    reason,
     remove_leftovers,
     sync_folder,
-    temporary_of,
+    write_file,
 )
 from shoal.checkpoint.snapshot import HostBuffer, Image
-from shoal.checkpoint.tensorfile import header_bytes, memory_of
+from shoal.checkpoint.tensorfile import Span, blocks_of, header_bytes, memory_of
+from shoal.checkpoint.together import GIVEN_UP, Patience, Slot, discard, hear, open_slot, tell, tell_failure
 from shoal.errors import CheckpointError
 from shoal.units import show_bytes
 
-# Later one per rank; until then one rank holds all there is.
-_FILE_NAME = "rank_00000.safetensors"
-_WRITE_BYTES = 16 << 20
 # Manifest, folder and file system blocks: a state that fits by less than this is not going to fit.
 _MARGIN_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -70,7 +68,8 @@ def write(folder: Path, tree: object, *, step: int, job: Mapping[str, Any], layo
     header = new_header(step, job, layout)
     lock = open_folder(folder)
     try:
-        return commit(folder, HostBuffer().take(tree), header)
+        image = HostBuffer().take(tree)
+        return commit(open_slot(folder, step), image, header)
     except OSError as error:
         raise CheckpointError(failure(folder, step, error)) from error
     finally:
@@ -93,69 +92,90 @@ def open_folder(folder: Path) -> FolderLock:
     return lock
 
 
-def commit(folder: Path, image: Image, header: Manifest) -> Path:
-    """Write an image beside its final name, then give it that name; nothing half-done is ever found under it.
+def commit(
+    slot: Slot, image: Image, header: Manifest, others: Sequence[int] = (), patience: Patience | None = None
+) -> Path:
+    """On rank 0: write the own file, wait for those of the others, give the whole its name.
+
+    Nothing half-done is ever found under it.
 
     Raises:
-        OSError: whatever the disk says; the temporary folder is gone then, older checkpoints stand.
+        OSError: whatever the disk or another rank says; the temporary folder is gone then, older checkpoints stand.
+        CheckpointError: what the ranks have written is not one state.
     """
-    if shutil.disk_usage(folder).free < image.num_bytes + _MARGIN_BYTES:
-        raise _with_numbers(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, image)
-    final = folder / name_of(header.step)
-    temporary = temporary_of(final)
     try:
-        os.mkdir(temporary)
-        entries = _write_tensors(temporary / _FILE_NAME, image)
-        manifest = _index(header, image, entries)
-        write_file(temporary / MANIFEST_NAME, [memoryview(manifest.to_bytes())])
-        sync_folder(temporary)
-        publish(temporary, final)
+        own = write_own(slot, 0, image, header)
+        manifest = join([own, *hear(slot, others, patience or Patience())])
+        write_file(slot.temporary / MANIFEST_NAME, [memoryview(manifest.to_bytes())])
+        sync_folder(slot.temporary)
+        publish(slot.temporary, slot.final)
+    except CheckpointError:
+        discard(slot)
+        raise
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _with_numbers(error, folder, image) from error
-    return final
+        discard(slot)
+        raise _with_numbers(error, slot, image) from error
+    return slot.final
 
 
-def _with_numbers(error: OSError, folder: Path, image: Image) -> OSError:
+def hand_over(slot: Slot, rank: int, image: Image, header: Manifest) -> None:
+    """On another rank: write the own file, and tell rank 0.
+
+    Raises:
+        OSError: whatever the disk says; rank 0 hears it, and gives the checkpoint up. Or it has done so before.
+    """
+    try:
+        tell(slot, rank, write_own(slot, rank, image, header))
+    except FileNotFoundError as error:
+        raise OSError(errno.EIO, GIVEN_UP) from error
+    except OSError as error:
+        told = _with_numbers(error, slot, image)
+        tell_failure(slot, rank, reason(told))
+        raise told from error
+
+
+def write_own(slot: Slot, rank: int, image: Image, header: Manifest) -> Manifest:
+    """Write the file of one rank, if it has anything to write; the manifest of what is in it.
+
+    Raises:
+        OSError: whatever the disk says.
+    """
+    if rank and not image.spans:
+        return replace(header, skeleton=image.skeleton)
+    if shutil.disk_usage(slot.final.parent).free < image.num_bytes + _MARGIN_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    path, start = slot.path_of(rank, ".safetensors"), header_bytes(image.spans)
+    write_file(path, [memoryview(start), memory_of(image.data)])
+    entry = FileEntry(num_bytes=len(start) + image.num_bytes, header_sha256=hashlib.sha256(start).hexdigest())
+    return replace(header, files={path.name: entry}, tensors=_index(path.name, image), skeleton=image.skeleton)
+
+
+def _with_numbers(error: OSError, slot: Slot, image: Image) -> OSError:
     """Say how much was needed, where that is the trouble."""
     if error.errno not in _FULL:
         return error
-    needs, free = show_bytes(image.num_bytes), show_bytes(shutil.disk_usage(folder).free)
+    needs, free = show_bytes(image.num_bytes), show_bytes(shutil.disk_usage(slot.final.parent).free)
     return OSError(error.errno, f"{reason(error)} (needs {needs}, {free} free)")
 
 
-def _write_tensors(path: Path, image: Image) -> FileEntry:
-    header = header_bytes(image.spans)
-    write_file(path, [memoryview(header), memory_of(image.data)])
-    return FileEntry(num_bytes=len(header) + image.num_bytes, header_sha256=hashlib.sha256(header).hexdigest())
+def _index(file: str, image: Image) -> dict[str, TensorEntry]:
+    """The tensors of an image, each with the slices that this file holds."""
+    tensors: dict[str, TensorEntry] = {}
+    for key, span in image.spans.items():
+        piece = image.pieces[key]
+        part = Slice(file=file, key=key, offset=piece.offset, shape=span.shape, sha256=_digests(image, span))
+        before = tensors[piece.name].slices if piece.name in tensors else ()
+        tensors[piece.name] = TensorEntry(dtype=span.dtype, shape=piece.shape, slices=(*before, part))
+    return tensors
 
 
-def _index(header: Manifest, image: Image, entry: FileEntry) -> Manifest:
-    """The manifest of a state that one rank holds whole: each tensor one slice at offset 0."""
-    memory = memory_of(image.data)
-    tensors = {}
-    for name, span in image.spans.items():
-        digest = hashlib.sha256(memory[span.start : span.stop]).hexdigest()
-        part = Slice(file=_FILE_NAME, key=name, offset=(0,) * len(span.shape), shape=span.shape, sha256=digest)
-        tensors[name] = TensorEntry(dtype=span.dtype, shape=span.shape, slices=(part,))
-    return replace(header, files={_FILE_NAME: entry}, tensors=tensors, skeleton=image.skeleton)
-
-
-def write_file(path: Path, parts: list[memoryview]) -> None:
-    """All bytes on the disk. os.write lets go of the GIL; it may write less than it was given."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        for part in parts:
-            while part:
-                part = part[os.write(descriptor, part[:_WRITE_BYTES]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def reason(error: OSError) -> str:
-    """`No space left on device`, without number and path."""
-    return error.strerror or str(error)
+def _digests(image: Image, span: Span) -> tuple[str, ...]:
+    memory, (rows, *_) = memory_of(image.data)[span.start : span.stop], (*span.shape, 1)
+    row_bytes = len(memory) // max(1, rows)
+    return tuple(
+        hashlib.sha256(memory[start * row_bytes : stop * row_bytes]).hexdigest()
+        for start, stop in blocks_of(span.dtype, span.shape)
+    )
 
 
 def failure(folder: Path, step: int, error: OSError) -> str:

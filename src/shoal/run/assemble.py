@@ -124,9 +124,9 @@ def assemble(
     if left_out:
         run.say(f"not in the optimizer, so never updated: {', '.join(left_out[:5])}")
     pack(run._state())  # what cannot be stored is said now, not at the first save
-    path = world.decide(lambda: _enter_folder(run, resume, keep))
-    if path:
-        run._resume(Path(path))
+    path = _enter_folder(run, resume, keep)
+    if path is not None:
+        run._resume(path)
     run.recorder.start(run.step)
     return run
 
@@ -290,28 +290,43 @@ def _warn_of_lonely_samples(run: Run) -> None:
         )
 
 
-def _enter_folder(run: Run, resume: str | Path, keep: int) -> str:
-    """Rank 0 takes the folder for itself, and decides where to go on: a checkpoint's path, or empty for a start."""
+def _enter_folder(run: Run, resume: str | Path, keep: int) -> Path | None:
+    """Take the run's folder, and find the checkpoint to go on from; every rank calls it, and all get the same."""
+    world = run.world
     folder = None
     if run.folder is not None:
-        run.folder.make()
-        run._writer = Writer(run.folder.checkpoints, keep=keep)
         folder = run.folder.checkpoints
+        world.decide(lambda: _take_folder(run, keep))
+        if world.rank != 0:
+            run._writer = Writer(folder, keep=keep, world=world)
     if resume == "never":
-        if folder and any(folder.glob("step_*")):
-            raise CheckpointError(
-                f"{folder} already holds checkpoints, which a fresh run would mix with its own. Go on with "
-                "--resume auto, or choose another folder: --run runs/other"
-            )
-        return ""
+        world.decide(lambda: _check_fresh(folder))
+        return None
     if resume == "auto":
         if folder is None:
             raise CheckpointError("resume='auto' needs a run folder to look in: assemble(..., folder='runs/mine').")
-        found, skipped = newest_good(folder)
+        found, skipped = newest_good(folder, world)
     else:
-        found, skipped = newest_good(Path(resume))
+        found, skipped = newest_good(Path(resume), world)
         if found is None:
             raise CheckpointError(f"no good checkpoint in {resume}." + "".join(f"\n  {why}" for why in skipped))
     for why in skipped:
         run.say(f"left out: {why}")
-    return "" if found is None else str(found.path)
+    return None if found is None else found.path
+
+
+def _take_folder(run: Run, keep: int) -> str:
+    """On rank 0, which alone holds the lock."""
+    assert run.folder is not None
+    run.folder.make()
+    run._writer = Writer(run.folder.checkpoints, keep=keep, world=run.world)
+    return ""
+
+
+def _check_fresh(folder: Path | None) -> str:
+    if folder is not None and any(folder.glob("step_*")):
+        raise CheckpointError(
+            f"{folder} already holds checkpoints, which a fresh run would mix with its own. Go on with "
+            "--resume auto, or choose another folder: --run runs/other"
+        )
+    return ""

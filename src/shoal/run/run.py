@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shoal.agreement import check_first_step, check_replicas, fingerprints
-from shoal.checkpoint import Checkpoint, Writer, identity_difference, read
-from shoal.checkpoint.state import capture, restore
+from shoal.checkpoint import Checkpoint, Writer, identity_difference, read, read_manifest
+from shoal.checkpoint.state import capture, reading_plan, restore
 from shoal.checkpoint.write import versions
 from shoal.data import RankBatch, Shared
 from shoal.errors import CheckpointError, WorldError
@@ -22,6 +22,7 @@ from shoal.folder import RunFolder
 from shoal.job import Job, identity
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
+from shoal.parallel.parts import Part
 from shoal.parallel.place import placement_of
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
@@ -130,8 +131,7 @@ class Run:
         self._reconcile()
         check_replicas(self.model, self.world, self.step)
         self._saved = self.step
-        if self._writer is None:
-            return  # replicated state is written once, by rank 0
+        assert self._writer is not None, "a run with a folder has a writer on every rank"
         with self.recorder.paused():
             self._writer.submit(
                 self._state(),
@@ -205,8 +205,8 @@ class Run:
                 torch.distributed.broadcast(buffer, src=0, group=self.world.side_group)
 
     def _resume(self, path: Path) -> None:
-        checkpoint = self._read_everywhere(path)
-        differs = identity_difference(checkpoint.manifest.job, identity(self.job))
+        manifest = read_manifest(path)
+        differs = identity_difference(manifest.job, identity(self.job))
         if differs:
             raise CheckpointError(
                 f"{path} is of another training; these differ:\n  "
@@ -214,23 +214,24 @@ class Run:
                 + "\nSet the values back, name the run to go on with (--run runs/that), or start afresh "
                 "(--resume never)."
             )
+        checkpoint = self._read_everywhere(path, reading_plan(manifest, self.model))
         restore(checkpoint.tree, self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
         self.step = self._saved = checkpoint.step
         self.ledger = replace(self.ledger, step=self.step, lr=float(self.optimizer.param_groups[0]["lr"]))
-        self.say(f"resumed from {path} (step {checkpoint.step}, saved under layout {checkpoint.manifest.layout})")
+        self.say(f"resumed from {path} (step {checkpoint.step}, saved under layout {manifest.layout})")
 
-    def _read_everywhere(self, path: Path) -> Checkpoint:
-        """Every rank reads the checkpoint that rank 0 chose, or all stop together."""
+    def _read_everywhere(self, path: Path, plan: Mapping[str, Part | None]) -> Checkpoint:
+        """Every rank reads its part of the checkpoint that was chosen, or all stop together."""
         checkpoint, why = None, ""
         try:
-            checkpoint = read(path)
+            checkpoint = read(path, plan)
         except (CheckpointError, OSError) as error:
             why = f"{error}"
         problems = {rank: text for rank, text in enumerate(self.world.gather_text(why)) if text}
         if problems or checkpoint is None:
             rank, text = next(iter(problems.items()))
             raise CheckpointError(
-                f"rank {rank} cannot read the checkpoint that rank 0 found good: {text} Ranks {list(problems)} fail. "
+                f"rank {rank} cannot read the checkpoint that was found good: {text} Ranks {list(problems)} fail. "
                 "A run folder must lie where every host sees it, at the same path."
             )
         return checkpoint
