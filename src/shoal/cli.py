@@ -60,6 +60,12 @@ def train(
     timeout_min: Annotated[float | None, typer.Option(help="Minutes that a collective may take.")] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Processes to start on this machine.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Weights to start from: a .safetensors or .pt file, a folder of them, a run.")
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option(help="by-name: no rank ever holds the whole model; short for --set init=by-name.")
+    ] = None,
     seed: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: Json = False,
 ) -> None:
@@ -70,7 +76,7 @@ def train(
         )
     flags: dict[str, Any] = {
         "layout": layout,
-        "set": set_,
+        "set": [*(set_ or []), *([f"init={init}"] if init else [])],
         "steps": steps,
         "run": run,
         "resume": resume,
@@ -82,6 +88,7 @@ def train(
         "timeout_min": timeout_min,
         "nproc_per_node": nproc_per_node,
         "tensorboard": tensorboard,
+        "weights": weights,
     }
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.train import command
@@ -92,6 +99,33 @@ def train(
     if as_json and done.speaks:
         _print_json({f.name: getattr(done, f.name) for f in fields(done) if f.name != "speaks"})
     raise typer.Exit(done.exit_code)
+
+
+@app.command(no_args_is_help=True)
+def verify(
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="digits, gpt, jobs/mine.py, jobs/mine.py:Mine, module:Mine")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="The layout to compare with one process: fsdp2.tp2")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A field of the job: width=64 makes it small (repeatable).")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps with SGD, and again with the job's optimizer.")] = 3,
+    runs: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two runs that were made already.")
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Plant known mistakes, and show that they are found.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare a layout with one process, in float64: the same training, or the first module that differs and why."""
+    from shoal.verbs.verify import answer
+
+    with _answer(as_json):
+        report = answer(job, layout, set_ or [], steps=steps, runs=runs, self_test=self_test, quiet=as_json)
+    _print_json(report.as_dict()) if as_json else typer.echo(str(report))
+    raise typer.Exit(report.exit_code)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -110,7 +110,8 @@ class Layout:
         if missing:
             raise LayoutError(
                 f"{self}: not available yet in this version: {', '.join(missing)}. "
-                "Available: lone, dp, fsdp, tp and their products, with micro=, workers=, recompute=, compile= and reshard=."
+                "Available: lone, dp, fsdp, tp and their products, with micro=, workers=, recompute=, compile=, "
+                "reshard=, zero= and offload=."
             )
 
 

@@ -17,7 +17,7 @@ which ran after it is over.
 
 from collections import Counter
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -60,9 +60,6 @@ class Collectives(Protocol):
     def reduce(self, unit: int) -> None:
         """Reduce its gradient, and drop what was gathered."""
 
-    def keep(self, unit: int) -> None:
-        """From now on it stays whole after its forward."""
-
     def is_whole(self, unit: int) -> bool:
         """Whether it is gathered."""
 
@@ -84,6 +81,15 @@ def backward_events(order: Sequence[int], kept: Set[int], *, reduces: bool) -> l
     return events
 
 
+@dataclass
+class _Forward:
+    """A forward with gradient: what its backward will do."""
+
+    order: list[int] = field(default_factory=list)
+    told: Counter[int] = field(default_factory=Counter)  # calls of a unit that tell when their backward is over
+    untold: set[int] = field(default_factory=set)  # units called on inputs without gradient
+
+
 class Order:
     """Where this rank stands in the order, and what it does next."""
 
@@ -98,8 +104,10 @@ class Order:
         self._is_inside = False  # of a forward of the root
         self._learnt: list[int] | None = None  # in a first forward: the order so far
         self._ahead: list[Event] = []  # what is left of a forward
-        self._calls = _Calls()
-        self._last = _Calls()  # those of the last backward: there may be a second through the same graph
+        self._calls = _Forward()  # of the forward that runs
+        self._ran: int | None = None  # whole still, in case it is called again at once
+        self._forwards: list[_Forward] = []  # whose backward is to come
+        self._last: list[_Forward] = []  # those of the last backward: there may be a second through the same graph
         self._behind: list[Event] | None = None  # what is left of a backward
 
     # -- forward -------------------------------------------------------------------------------------------
@@ -108,7 +116,7 @@ class Order:
         """The root is called."""
         if self.is_held:
             return
-        self._is_inside, self._mode = True, mode
+        self._is_inside, self._mode, self._calls = True, mode, _Forward()
         known = self._orders.get(mode)
         self._learnt = [ROOT] if known is None else None
         self._ahead = [Event(Deed.GATHER, unit) for unit in known or [ROOT]]
@@ -119,7 +127,8 @@ class Order:
         Raises:
             JobError: out of the order of the first time, after it was dropped.
         """
-        if self._do.is_whole(unit) and unit in (self._learnt or [unit]):
+        is_known = self._learnt is None or unit in self._learnt
+        if is_known and self._do.is_whole(unit):
             return
         if Event(Deed.GATHER, unit) in self._ahead:
             while not self._do.is_whole(unit):
@@ -135,10 +144,15 @@ class Order:
             )
 
     def called(self, unit: int, *, tells: bool) -> None:
-        """A unit was called, with gradient; `tells`: it will say when its backward is over."""
+        """A unit is called, with gradient; `tells`: it will say when its backward is over."""
         self._calls.told[unit] += tells
         if not tells:
             self._calls.untold.add(unit)
+
+    def ran(self, unit: int) -> None:
+        """A unit returns: it is dropped before the next is gathered."""
+        if unit not in self.kept:
+            self._ran = unit
 
     def end_forward(self, *, has_gradient: bool) -> None:
         """The root returns: take part in what others still need."""
@@ -155,8 +169,10 @@ class Order:
         while self._ahead:
             self._gather_next(wanted=NOTHING)
         self._is_inside = False
+        self._drop_last()
         if has_gradient:
-            self._calls.orders.append(self._orders[self._mode])
+            self._calls.order = self._orders[self._mode]
+            self._forwards.append(self._calls)
         elif not self.awaits_backward:
             for unit in self.kept:
                 self._do.release(unit)
@@ -177,9 +193,8 @@ class Order:
             unit = min(needs)
             if unit not in learnt:
                 learnt.append(unit)
-            elif unit not in self.kept:  # called again after others ran: it stays whole from now on
+            else:  # called again after others ran: it stays whole from now on
                 self.kept.add(unit)
-                self._do.keep(unit)
             self._gather(unit, wanted=need)
             if unit == need:
                 return
@@ -188,16 +203,22 @@ class Order:
         self._gather(self._ahead.pop(0).unit, wanted=wanted)
 
     def _gather(self, unit: int, *, wanted: int) -> None:
+        self._drop_last()
         self._do.gather(unit)
         if unit != wanted:
             (self._do.wait if unit in self.kept else self._do.release)(unit)
+
+    def _drop_last(self) -> None:
+        if self._ran is not None:
+            self._do.release(self._ran)
+        self._ran = None
 
     # -- backward ------------------------------------------------------------------------------------------
 
     @property
     def awaits_backward(self) -> bool:
         """There was a forward whose gradient is not settled."""
-        return bool(self._calls.orders)
+        return bool(self._forwards)
 
     def need_backward(self, unit: int) -> None:
         """The backward of a unit begins: that of all which ran after it is over."""
@@ -215,13 +236,15 @@ class Order:
         """The backward of one call of a unit is over; returns whether its gradient was reduced before that."""
         if self._behind is None:
             return False
-        self._calls.told[unit] -= 1
         is_late = self.reduces and Event(Deed.REDUCE, unit) not in self._behind
-        if unit not in self.kept:
-            self._do_through(self._behind, Event(Deed.REDUCE, unit), Event(Deed.RELEASE, unit))
-        else:
+        forward = next((forward for forward in reversed(self._forwards) if forward.told[unit] > 0), None)
+        if forward is not None:
+            forward.told[unit] -= 1
+        if unit in self.kept:
             while self._behind and self._behind[0].deed is not Deed.GATHER and self._is_over(self._behind[0].unit):
                 self._do_next(self._behind)
+        elif forward is None or not forward.told[unit]:
+            self._do_through(self._behind, Event(Deed.REDUCE, unit), Event(Deed.RELEASE, unit))
         return is_late
 
     def end_backward(self) -> None:
@@ -229,31 +252,30 @@ class Order:
         behind = self._open_backward()
         while behind:
             self._do_next(behind)
-        self._last = self._calls
         self.forget()
 
     def forget(self) -> None:
         """No backward is to come."""
         self._behind = None
-        self._calls = _Calls()
+        self._forwards = []
 
     def _open_backward(self) -> list[Event]:
         if self._behind is not None:
             return self._behind
         kept: Set[int] = self.kept
         if not self.awaits_backward:  # a second one through the same graph, after the first has dropped all
-            self._calls = self._last.copy()
-            kept = set(range(len(self._names)))
+            self._forwards, kept = self._last, set(range(len(self._names)))
             for unit in kept:
                 self._do.gather(unit)
-        *later, first = reversed(self._calls.orders)
-        self._behind = [event for order in later for event in backward_events(order, kept, reduces=False)]
-        self._behind += backward_events(first, kept, reduces=self.reduces)
+        self._last = [replace(forward, told=forward.told.copy()) for forward in self._forwards]
+        *later, first = reversed(self._forwards)
+        self._behind = [event for each in later for event in backward_events(each.order, kept, reduces=False)]
+        self._behind += backward_events(first.order, kept, reduces=self.reduces)
         return self._behind
 
     def _is_over(self, unit: int) -> bool:
         """Whether no backward of this unit is to come; of one that cannot tell, and the root, only the end tells."""
-        return unit != ROOT and unit not in self._calls.untold and self._calls.told[unit] <= 0
+        return unit != ROOT and not any(unit in each.untold or each.told[unit] > 0 for each in self._forwards)
 
     def _do_through(self, behind: list[Event], *targets: Event) -> None:
         """All up to the first of the targets; nothing where none is to come."""
@@ -264,15 +286,3 @@ class Order:
     def _do_next(self, behind: list[Event]) -> None:
         deed, unit = behind.pop(0)
         {Deed.GATHER: self._do.gather, Deed.REDUCE: self._do.reduce, Deed.RELEASE: self._do.release}[deed](unit)
-
-
-@dataclass
-class _Calls:
-    """What ran forward with gradient, and awaits its backward."""
-
-    orders: list[list[int]] = field(default_factory=list)  # one for each forward of the root
-    told: Counter[int] = field(default_factory=Counter)  # calls of a unit that tell when their backward is over
-    untold: set[int] = field(default_factory=set)  # units called on inputs without gradient
-
-    def copy(self) -> "_Calls":
-        return _Calls(list(self.orders), self.told.copy(), set(self.untold))

@@ -103,7 +103,8 @@ def place(
         check_no_hooks(model)
     placement = Placement(world, model=model)
     _place_norms(model, world, placement, batch_norm)
-    parts = {name: Part.whole(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    held = model.state_dict(keep_vars=True)
+    parts = {name: Part.whole(tensor.shape) for name, tensor in held.items() if isinstance(tensor, Tensor)}
     if world.mesh.sizes["tp"] > 1:
         if value is not None:
             raise LayoutError(

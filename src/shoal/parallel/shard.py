@@ -55,7 +55,7 @@ class Shards:
         self._crew = _Crew(world, self._uncut)
         self._order = Order(["the model", *grouping.blocks], self._crew, keep_all=stays_whole)
         with _kept_attributes(model):
-            self._root = self._cut(model, grouping, reshard=not stays_whole)
+            self._root = self._cut(model, grouping)
         self._is_closed = self._seen_output = False
         named = dict(model.named_parameters(remove_duplicate=False))
         uncut = set(grouping.whole.values())
@@ -65,7 +65,7 @@ class Shards:
         model.register_forward_hook(self._after_forward)
         world.at_close(self._close)
 
-    def _cut(self, model: nn.Module, grouping: Grouping, *, reshard: bool) -> "UnitState":
+    def _cut(self, model: nn.Module, grouping: Grouping) -> "UnitState":
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         from shoal.parallel.direct import DirectGather, DirectReduce  # these need the inside of torch,
@@ -75,11 +75,12 @@ class Shards:
         options: dict[str, Any] = {
             "mesh": self._world.device_mesh(*(("dp", "fsdp") if layout.dp > 1 else ("fsdp",))),
             "offload_policy": CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "cpu" else OffloadPolicy(),
+            "reshard_after_forward": False,  # the order drops what is to be dropped
         }
         uncut = set(grouping.whole.values())
         for block in grouping.blocks.values():
-            fully_shard(block, reshard_after_forward=reshard, ignored_params=uncut | grouping.with_root, **options)
-        fully_shard(model, reshard_after_forward=False, ignored_params=uncut, **options)
+            fully_shard(block, ignored_params=uncut | grouping.with_root, **options)
+        fully_shard(model, ignored_params=uncut, **options)
         names = {id(param): name for name, param in model.named_parameters()}
         for number, module in enumerate([model, *grouping.blocks.values()]):
             unit, state = adopt(module, self._order, number, names)
@@ -311,8 +312,3 @@ class _Crew:
             self.unused.count()
         if unit in self.units:
             self.units[unit].reduce()
-
-    def keep(self, unit: int) -> None:
-        """From now on it stays whole after its forward."""
-        if unit in self.units:
-            self.units[unit].keep()

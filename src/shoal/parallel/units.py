@@ -118,14 +118,12 @@ class Unit(FSDPParamGroup):
         self.wait_for_unshard()
         super().post_backward()
 
-    def keep(self) -> None:
-        """From now on it stays whole after its forward."""
-        self.post_forward_mesh_info = None
-
     def reshard(self) -> None:
-        """Drop the whole parameters; not while they are held."""
-        if not self.order.is_held:
+        """Drop the whole parameters; after a forward, when the order says so."""
+        if self._training_state is not TrainingState.FORWARD:
             super().reshard()
+        elif not self.order.is_held:
+            self.order.ran(self.number)
 
     # -- what shard.py asks -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from shoal.agreement import check_acts_by_element, check_optimizer, check_same_model
-from shoal.checkpoint import Writer, newest_good
 from shoal.checkpoint.pack import pack
 from shoal.data import Shared, share
 from shoal.data.digest import digest
-from shoal.errors import CheckpointError, DataError, JobError
+from shoal.errors import DataError, JobError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
 from shoal.job import Job, Params, Scheduler, check_job, identity
@@ -27,6 +27,7 @@ from shoal.parallel.place import place, placement_of
 from shoal.parallel.recipe import Recipes
 from shoal.parallel.replicate import check_replicable
 from shoal.parallel.tensor import Sample
+from shoal.run.enter import enter_folder, take_weights
 from shoal.run.run import Run
 from shoal.step import Step, call_of, on_device, seed_everything, use_fused
 from shoal.units import show_bytes
@@ -44,6 +45,7 @@ def assemble(
     keep: int = 3,
     tensorboard: bool = False,
     quiet: bool = False,
+    weights: Path | str | None = None,
 ) -> Run:
     """Everything between a job and its first step, in the one right order; collective.
 
@@ -55,6 +57,7 @@ def assemble(
         keep: checkpoints to keep.
         tensorboard: write TensorBoard's files too.
         quiet: show nothing.
+        weights: to start from: a .safetensors or .pt file, a folder of them, or a run.
 
     Raises:
         ShoalError: whatever cannot obey the law, before the first step.
@@ -64,8 +67,53 @@ def assemble(
     world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
     recipes = Recipes() if job.init == "by-name" else None
     model = _build_model(job, world, recipes)
-    data, evaluation, rehearsal, tokens, note = _build_data(job, world)
-    _check_evaluation(model, evaluation, world)
+    data = _build_data(job, world)
+    _check_evaluation(model, data.held_out, world)
+    flops_scale = _place(job, world, model, data.train, recipes)
+    taken = take_weights(Path(weights), model, world) if weights is not None else ""
+    optimizer, scheduler = _build_optimizer(job, model, world)
+    run_folder = RunFolder(Path(folder)) if folder is not None else None
+    run = Run(
+        job=job,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        data=data.train,
+        evaluation=data.held_out,
+        ledger=Ledger.of(
+            job, world, data.train, lr=float(optimizer.param_groups[0]["lr"]), tokens_per_sample=data.tokens
+        ),
+        recorder=Recorder(
+            job,
+            world,
+            folder=None if run_folder is None else run_folder.path,
+            log_every=log_every,
+            tokens=data.tokens is not None,
+            tensorboard=tensorboard,
+            quiet=quiet,
+            flops_scale=flops_scale,
+        ),
+        folder=run_folder,
+        save_every=save_every,
+        _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=data.tokens or 1),
+    )
+    if data.rehearsal is not None:
+        # Two samples per rank, so that a mistake in the metrics is found now and not when all is trained.
+        evaluate(job, model, data.rehearsal, world, num_steps=1)
+    _say_what_is_odd(run, data.note, taken)
+    pack(run._state())  # what cannot be stored is said now, not at the first save
+    path = enter_folder(run, resume, keep)
+    if path is not None:
+        run._resume(path)
+    run.recorder.start(run.step)
+    return run
+
+
+def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Recipes | None) -> float:
+    """Spread the model; returns what FLOPs counted on a rank are to be multiplied with.
+
+    The ranks of tp count what they compute, and what is not split each of them computes.
+    """
     looks = world.mesh.sizes["tp"] > 1 and recipes is None
     sample = _sample_call(job, world, data) if looks else None
     whole_flops = _forward_flops(model, sample)
@@ -78,57 +126,24 @@ def assemble(
         keep_cut=True,
         value=None if recipes is None else lambda name: recipes.value(name, functools.partial(_seed_for, job)),
     )
-    optimizer, scheduler = _build_optimizer(job, model)
-    run_folder = RunFolder(Path(folder)) if folder is not None else None
-    ledger = Ledger.of(job, world, data, lr=float(optimizer.param_groups[0]["lr"]), tokens_per_sample=tokens)
-    run = Run(
-        job=job,
-        world=world,
-        model=model,
-        optimizer=optimizer,
-        data=data,
-        evaluation=evaluation,
-        ledger=ledger,
-        recorder=Recorder(
-            job,
-            world,
-            folder=None if run_folder is None else run_folder.path,
-            log_every=log_every,
-            tokens=tokens is not None,
-            tensorboard=tensorboard,
-            quiet=quiet,
-            # The ranks of tp count what they compute, and what none splits each of them computes.
-            flops_scale=whole_flops / (_forward_flops(model, sample) * world.mesh.sizes["tp"]),
-        ),
-        folder=run_folder,
-        save_every=save_every,
-        _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=tokens or 1),
-    )
-    if rehearsal is not None:
-        # Two samples per rank, so that a mistake in the metrics is found now and not when all is trained.
-        evaluate(job, model, rehearsal, world, num_steps=1)
-    if note:
-        run.say(note)
-    split = placement_of(model).split
+    return whole_flops / (_forward_flops(model, sample) * world.mesh.sizes["tp"])
+
+
+def _say_what_is_odd(run: Run, note: str, taken: str) -> None:
+    for text in filter(None, (note, taken)):
+        run.say(text)
+    split, mesh = placement_of(run.model).split, run.world.mesh
     if split is not None:
         run.say(str(split))
-        if world.mesh.crosses_nodes("tp"):
-            run.say(
-                f"warning: tp{world.mesh.sizes['tp']} crosses nodes: {show_bytes(split.bytes_per_sample)} per sample "
-                "and step go over the network, and every layer waits for them. Keep tp within a node."
-            )
+    if split is not None and mesh.crosses_nodes("tp"):
+        run.say(
+            f"warning: tp{mesh.sizes['tp']} crosses nodes: {show_bytes(split.bytes_per_sample)} per sample and step go "
+            "over the network, and every layer waits for them. Keep tp within a node."
+        )
     _warn_of_lonely_samples(run)
-    if placement_of(model).split is not None:
-        check_acts_by_element(optimizer, str(world.layout))
-    left_out = check_optimizer(optimizer, model)
+    left_out = check_optimizer(run.optimizer, run.model)
     if left_out:
         run.say(f"not in the optimizer, so never updated: {', '.join(left_out[:5])}")
-    pack(run._state())  # what cannot be stored is said now, not at the first save
-    path = _enter_folder(run, resume, keep)
-    if path is not None:
-        run._resume(path)
-    run.recorder.start(run.step)
-    return run
 
 
 def _build_model(job: Job, world: World, recipes: Recipes | None) -> nn.Module:
@@ -164,7 +179,18 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, Shared | None, int | None, str]:
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """What a run reads: its data, the held-out data, a few of those to rehearse with, and what was seen of them."""
+
+    train: Shared
+    held_out: Shared | None
+    rehearsal: Shared | None
+    tokens: int | None  # per sample
+    note: str
+
+
+def _build_data(job: Job, world: World) -> _Data:
     seed_everything(job.seed, "data")
     options: dict[str, Any] = {
         "batch_size": job.batch_size,
@@ -192,7 +218,7 @@ def _build_data(job: Job, world: World) -> tuple[Shared, Shared | None, Shared |
             "the length of the evaluation data": evaluation and evaluation.num_samples,
         }
     )
-    return data, evaluation, rehearsal, tokens, note
+    return _Data(train=data, held_out=evaluation, rehearsal=rehearsal, tokens=tokens, note=note)
 
 
 def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World) -> None:
@@ -257,13 +283,15 @@ _OWN_GENERATOR = (
 )
 
 
-def _build_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Scheduler | None]:
+def _build_optimizer(job: Job, model: nn.Module, world: World) -> tuple[torch.optim.Optimizer, Scheduler | None]:
     seed_everything(job.seed, "optimizer")
     params = Params(dict(model.named_parameters()))
     if not any(param.requires_grad for param in params):
         raise JobError(f"{type(job).__name__}.model() has no trainable parameter: nothing would be trained.")
     optimizer = job.optimizer(params)
     check_optimizer(optimizer, model)
+    if placement_of(model).split is not None:
+        check_acts_by_element(optimizer, str(world.layout))
     if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
         raise JobError(
             f"{type(optimizer).__name__} wants to compute the loss several times in one step (a closure), and a step "
@@ -288,45 +316,3 @@ def _warn_of_lonely_samples(run: Run) -> None:
             f"the last batch of every epoch has 1 sample ({num_samples} samples in batches of {run.job.batch_size}); "
             f"{norms[0]} cannot normalise it unless it sees several positions. Another batch_size avoids it."
         )
-
-
-def _enter_folder(run: Run, resume: str | Path, keep: int) -> Path | None:
-    """Take the run's folder, and find the checkpoint to go on from; every rank calls it, and all get the same."""
-    world = run.world
-    folder = None
-    if run.folder is not None:
-        folder = run.folder.checkpoints
-        world.decide(lambda: _take_folder(run, keep))
-        if world.rank != 0:
-            run._writer = Writer(folder, keep=keep, world=world)
-    if resume == "never":
-        world.decide(lambda: _check_fresh(folder))
-        return None
-    if resume == "auto":
-        if folder is None:
-            raise CheckpointError("resume='auto' needs a run folder to look in: assemble(..., folder='runs/mine').")
-        found, skipped = newest_good(folder, world)
-    else:
-        found, skipped = newest_good(Path(resume), world)
-        if found is None:
-            raise CheckpointError(f"no good checkpoint in {resume}." + "".join(f"\n  {why}" for why in skipped))
-    for why in skipped:
-        run.say(f"left out: {why}")
-    return None if found is None else found.path
-
-
-def _take_folder(run: Run, keep: int) -> str:
-    """On rank 0, which alone holds the lock."""
-    assert run.folder is not None
-    run.folder.make()
-    run._writer = Writer(run.folder.checkpoints, keep=keep, world=run.world)
-    return ""
-
-
-def _check_fresh(folder: Path | None) -> str:
-    if folder is not None and any(folder.glob("step_*")):
-        raise CheckpointError(
-            f"{folder} already holds checkpoints, which a fresh run would mix with its own. Go on with "
-            "--resume auto, or choose another folder: --run runs/other"
-        )
-    return ""

@@ -13,6 +13,7 @@ from torch import nn
 
 from shoal.agreement import check_first_step, check_replicas, fingerprints
 from shoal.checkpoint import Checkpoint, Writer, identity_difference, read, read_manifest
+from shoal.checkpoint.pack import pack
 from shoal.checkpoint.state import capture, reading_plan, restore
 from shoal.checkpoint.write import versions
 from shoal.data import RankBatch, Shared
@@ -85,6 +86,7 @@ class Run:
 
     def _check_first(self, before: dict[str, str], result: StepResult, lrs: dict[int, float]) -> None:
         check_replicas(self.model, self.world, result.step)
+        pack(self._state())  # the state of the optimizer exists now; what cannot be cut or stored is said
         if result.skipped:
             return
         without = check_first_step(before, self.model, self.optimizer, lrs)
@@ -181,7 +183,7 @@ class Run:
     def close(self) -> None:
         """Wait for what is still being written."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(hurry=self._inside)  # after a step that failed, other ranks may be gone
             self._tell_of_saves()
         self.recorder.close()
 

@@ -42,6 +42,7 @@ def train_here(
                 log_every=values.log_every,
                 keep=values.keep,
                 tensorboard=values.tensorboard,
+                weights=values.weights,
                 quiet=quiet,
             )
     except SystemExit as stop:

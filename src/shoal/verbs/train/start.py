@@ -159,14 +159,16 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def _one_thread(layout: str) -> Iterator[None]:
     """This process can fork ranks; afterwards it has its threads back, since a notebook goes on."""
     from shoal.launch import warm_up
     from shoal.launch.machine import default_threads
 
     loaded = sys.modules.get("torch")
     before = loaded.get_num_threads() if loaded else default_threads(1)
-    warm_up(also=("shoal.run", "psutil"))
+    # fully_shard drags the compiler in, a second that every rank would pay by itself.
+    sharded = ("torch.distributed.fsdp", "torch._dynamo.config") if Layout.parse(layout).fsdp > 1 else ()
+    warm_up(also=("shoal.run", "psutil", *sharded))
     try:
         yield
     finally:

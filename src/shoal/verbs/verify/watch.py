@@ -1,0 +1,266 @@
+"""Looks at a model and its optimizer while they train, and changes nothing: outputs, gradients, state, weights.
+
+Every tensor that is cut over ranks is put together again, so that it can stand beside that of one process.
+Collective, wherever it gathers: every rank of the world is there.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from shoal.data.digest import digest
+from shoal.parallel.parts import Part, gather_whole, local_of, parts_of
+from shoal.parallel.place import placement_of
+from shoal.world import World
+
+
+@dataclass
+class Seen:
+    """One look: tensors by `kind/name`, and what else there is to say."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Watch:
+    """Hooks on a model and on its optimizers; `close` takes them off again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        world: World | None = None,
+        outputs: int = 0,
+        streams: bool = False,
+    ) -> None:
+        self._model, self._optimizers, self._world = model, optimizers, world
+        self._parts = parts_of(model)
+        self._grads: dict[str, Tensor | None] = {}  # as the optimizer was given them, on this rank
+        self._without: list[str] = []
+        self._seen = Seen()
+        self._handles: list[RemovableHandle] = [o.register_step_pre_hook(self._before_update) for o in optimizers]
+        if streams:
+            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        self._outputs = _Outputs(model, _split(model, world)) if outputs else None
+        self._steps_with_outputs = outputs
+
+    def start(self) -> Seen:
+        """The weights as they are, and who this rank is."""
+        seen = Seen(facts=self._identity())
+        seen.tensors = {f"weights/{name}": tensor for name, tensor in self._weights()}
+        return seen
+
+    def step(self, clip: float | None = None) -> Seen:
+        """What was seen since the last call, with the optimizer's state and the weights as they are now.
+
+        Args:
+            clip: what this rank multiplied its gradients with, to be taken back before they are put together.
+        """
+        seen, self._seen = self._seen, Seen()
+        seen.tensors |= dict(self._gradients(clip or 1.0))
+        seen.facts["without"] = self._without
+        self._grads, self._without = {}, []
+        seen.tensors |= dict(self._state())
+        seen.tensors |= {f"weights/{name}": tensor for name, tensor in self._weights()}
+        if self._outputs is not None:
+            self._outputs.hand_over(seen)
+            self._steps_with_outputs -= 1
+            if not self._steps_with_outputs:
+                self._outputs.close()
+                self._outputs = None
+        return seen
+
+    def close(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        if self._outputs is not None:
+            self._outputs.close()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """The random stream with which the first forward of a step begins."""
+        if _in_training(self._model):
+            self._seen.facts.setdefault("random", digest(torch.default_generator.get_state()))
+
+    def _identity(self) -> dict[str, Any]:
+        mesh = None if self._world is None else self._world.mesh
+        facts: dict[str, Any] = {
+            "parts": {name: list(part.axes) for name, part in self._parts.items() if not part.is_whole},
+            "modules": {n: type(m).__name__ for n, m in self._model.named_modules() if _has_forward(m)},
+            "parameters": [name for name, _ in self._model.named_parameters()],
+            "weights": list(self._model.state_dict(keep_vars=True)),
+        }
+        if self._world is not None and mesh is not None:
+            facts |= {"sizes": {axis: n for axis, n in mesh.axes if n > 1}, "layout": str(self._world.layout)}
+            facts |= {"coordinates": mesh.coordinates(self._world.rank), "data_rank": self._world.data_rank}
+        return facts
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                yield name, self._whole(tensor, name)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        for param in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names):
+            name = names[id(param)]
+            self._grads[name] = None if param.grad is None else _dense(param.grad).clone()
+        facts = self._seen.facts
+        facts["lr"] = [*facts.get("lr", []), *(float(group["lr"]) for group in optimizer.param_groups)]
+
+    def _gradients(self, clip: float) -> Iterator[tuple[str, Tensor]]:
+        """Of parameters that have one; of one that is cut, some rank's suffices."""
+        self._without = [name for name, grad in self._grads.items() if grad is None]
+        if self._world is not None and self._world.kind == "real":
+            rows = [set(json.loads(row)) for row in self._world.gather_text(json.dumps(self._without))]
+            cut = (name for name in self._without if not self._parts[name].is_whole)
+            held = {name for name in cut if not all(name in row for row in rows)}
+            self._without = [name for name in self._without if name not in held]
+        for name, grad in self._grads.items():
+            if name not in self._without:
+                local = torch.zeros_like(local_of(self._model.get_parameter(name))) if grad is None else grad
+                yield f"gradients/{name}", self._whole(local / clip, name)
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        for optimizer in self._optimizers:
+            for param, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and id(param) in names:
+                        name, shaped = names[id(param)], local_of(value).shape == local_of(param).shape
+                        whole = self._whole(value, name) if shaped else value.detach().clone()
+                        yield f"state/{name}/{key}", whole
+
+    def _whole(self, tensor: Tensor, name: str) -> Tensor:
+        part, dense = self._parts[name], _dense(tensor)
+        if self._world is None or part.is_whole:
+            return dense.full_tensor() if isinstance(dense, DTensor) else dense.clone()
+        return gather_whole(local_of(dense), part, self._world)
+
+
+def _split(model: nn.Module, world: World | None) -> Mapping[str, Part]:
+    """What tensor parallelism cut: that alone shows in outputs, since shards are whole again when they are used."""
+    split = None if world is None else placement_of(model).split
+    return {} if split is None else split.parts
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward  # lists of modules are never called
+
+
+def _in_training(model: nn.Module) -> bool:
+    """In a forward that will be followed by a backward, not in one that a backward computes again."""
+    return model.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+class _Outputs:
+    """Outputs of modules, call by call, in the order in which the calls end: the inner before the outer."""
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part]) -> None:
+        self._model, self._parts = model, parts
+        self._seen = _nothing()
+        self._kept: dict[Any, tuple[Tensor, str]] = {}  # outputs that are handed upward are stored once
+        self._calls: dict[str, int] = {}
+        self._random = torch.default_generator.get_state()
+        self._micro = -1  # the forward of the whole model that is under way, from 0 in each step
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._begin),
+            *(m.register_forward_hook(self._note(name)) for name, m in model.named_modules()),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def hand_over(self, seen: Seen) -> None:
+        """Move what was seen into a look."""
+        seen.tensors |= self._seen.tensors
+        seen.facts |= self._seen.facts
+        self._seen, self._micro = _nothing(), -1
+        self._kept.clear()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if _in_training(self._model):
+            self._micro += 1
+            self._calls = {}
+            self._random = torch.default_generator.get_state()
+
+    def _note(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._micro < 0 or not _in_training(self._model):
+                return
+            call = self._calls[name] = self._calls.get(name, -1) + 1
+            for index, leaf in enumerate(tree_leaves(output)):
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                    key = f"outputs/{name}@{call}.{index}@{self._micro}"
+                    self._keep(key, local_of(leaf), self._spans(name, module, args, local_of(leaf)))
+            self._look_for_chance(name)
+
+        return hook
+
+    def _keep(self, key: str, output: Tensor, spans: list[list[int]]) -> None:
+        self._seen.facts["calls"].append(key)
+        memory = _memory(output)
+        if output.numel() and memory in self._kept:
+            self._seen.facts["same"][key] = first = self._kept[memory][1]
+            spans = spans or self._seen.facts["spans"].get(first, [])
+        else:
+            # The original is kept alive too, so that no other output takes its address.
+            self._kept[memory] = (output, key)
+            self._seen.tensors[key] = output.detach().clone()
+        if spans:
+            self._seen.facts["spans"][key] = spans
+
+    def _spans(self, name: str, module: nn.Module, args: Any, output: Tensor) -> list[list[int]]:
+        """Of a split layer; and of a function without parameters (an activation) that follows one."""
+        prefix = f"{name}." if name else ""
+        spans = _spans(output, module, self._parts.get(f"{prefix}weight"), self._parts.get(f"{prefix}bias"))
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if spans or first is None or first.shape != output.shape or any(True for _ in module.parameters()):
+            return spans
+        source = self._kept.get(_memory(first))
+        return [] if source is None else self._seen.facts["spans"].get(source[1], [])
+
+    def _look_for_chance(self, name: str) -> None:
+        now = torch.default_generator.get_state()
+        if not torch.equal(now, self._random):
+            self._random = now
+            if name not in self._seen.facts["draws"]:
+                self._seen.facts["draws"].append(name)
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What tells two tensors apart while both live."""
+    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _nothing() -> Seen:
+    return Seen(facts={"calls": [], "same": {}, "spans": {}, "draws": []})
+
+
+def _spans(output: Tensor, module: nn.Module, weight: Part | None, bias: Part | None) -> list[list[int]]:
+    """Where the features of a split layer lie in those of the whole: [dim, in this rank's, in the whole, number].
+
+    A bias tells; without one the weight does, by its rows (a table's width is its columns).
+    """
+    part, side = (bias, 0) if bias is not None else (weight, 1 if isinstance(module, nn.Embedding) else 0)
+    if part is None or part.is_whole or len(part.shape) <= side:
+        return []
+    channels = isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._NormBase)
+    dim = 1 if channels else output.dim() - 1
+    local, whole = part.local_shape[side], part.shape[side]
+    if local == whole or not 0 <= dim < output.dim() or output.shape[dim] != local:
+        return []
+    return [list(row) for row in sorted({(dim, b.local[side], b.whole[side], b.size[side]) for b in part.boxes})]
