@@ -110,7 +110,6 @@ class Forward:
 
     def __init__(self, job: Job, model: nn.Module, world: World) -> None:
         self._job, self._model, self._world = job, model, world
-        self._placement = placement_of(model)
         self._half = DTYPES[job.precision] if job.precision in ("bf16", "fp16") else None
 
     def __call__(self, batch: Any) -> tuple[Any, Any, Sum]:
@@ -118,7 +117,7 @@ class Forward:
         batch = on_device(batch, self._job, self._world)
         with self._autocast():
             args, kwargs = call_of(self._job, batch)
-            output = self._placement.present(self._model(*args, **kwargs))
+            output = self._model(*args, **kwargs)
         return output, batch, self.loss(output, batch)
 
     def loss(self, output: Any, batch: Any) -> Sum:
@@ -323,7 +322,7 @@ class Step:
     def _not_finite(self, batch: RankBatch, own: Tensor) -> str:
         """All ranks are here together: skip the update and say why, or stop."""
         if self.scaler:
-            self.scaler.update()
+            self._back_off(self.scaler)
             if self.scaler.get_scale() >= 1.0:
                 return f"step {batch.step + 1} skipped: fp16 overflow; loss scale {self.scaler.get_scale():g}"
         culprits = self._blame(batch, own)
@@ -334,6 +333,13 @@ class Step:
             "the learning rate or clip the gradient (--set clip_grad_norm=1.0); or leave such steps out: "
             "--set nonfinite=skip"
         )
+
+    @staticmethod
+    def _back_off(scaler: torch.amp.GradScaler) -> None:
+        """The scale of all ranks, also of those whose part of the gradient is finite."""
+        before = scaler.state_dict()
+        scaler.update()
+        scaler.load_state_dict({**before, "scale": before["scale"] * before["backoff_factor"], "_growth_tracker": 0})
 
     def _blame(self, batch: RankBatch, own: Tensor) -> str:
         """Which rank, with which samples: the step once more, unreduced, so that gradients are each rank's own."""

@@ -24,7 +24,7 @@ import shoal
 from shoal.errors import JobError, LayoutError, WorldError
 from shoal.job import mean_loss
 from shoal.layout import AVAILABLE
-from shoal.parallel.direct import DirectReduce
+from shoal.parallel.direct import DirectGather, DirectReduce
 from shoal.parallel.place import placement_of
 from shoal.parallel.shard import Shards
 from shoal.world import Place, World
@@ -362,20 +362,53 @@ def test_a_look_without_gradient_between_forward_and_backward():
         assert_same(found, mean_gradients(loss_of, 2))
 
 
-def test_gradients_are_reduced_once_in_a_step_and_each_block_by_itself():
-    """Three micro-batches; the root and three blocks, two of which run twice."""
-    counted = []
-
+def test_a_rank_whose_loss_takes_nothing_of_the_model_takes_part_when_it_settles():
     def train(world):
         model = shoal.place(build(), world)
-        direct = DirectReduce.__call__
-        DirectReduce.__call__ = lambda self, *args, **options: (counted.append(1), direct(self, *args, **options))
-        for last in (False, False, True):
-            with contextlib.nullcontext() if last else placement_of(model).accumulate():
-                model(batch_of(world.data_rank)).sum().backward()
-        return len(counted)
+        output = model(batch_of(world.data_rank)).sum()
+        if world.rank == 0:
+            output.backward()
+        placement_of(model).settle()
+        return gradients(model)
 
-    assert in_world("fsdp2", train) == [4, 4]
+    for found in in_world("fsdp2", train):
+        assert_same(found, {name: grad / 2 for name, grad in mean_gradients(lambda m, x: m(x).sum(), 1).items()})
+
+
+def traffic(world, make, *, micro=1):
+    """One step; a letter for each gather (g) and reduction (r) of this rank, in their order."""
+    model = shoal.place(build(make), world)
+    seen = []
+    for letter, kind in (("g", DirectGather), ("r", DirectReduce)):
+        direct = kind.__call__
+        kind.__call__ = lambda *args, letter=letter, direct=direct, **options: (
+            seen.append(letter),
+            direct(*args, **options),
+        )
+    for part in range(micro):
+        with placement_of(model).accumulate() if part < micro - 1 else contextlib.nullcontext():
+            model(batch_of(world.data_rank)).sum().backward()
+    return "".join(seen)
+
+
+class Plain(Siamese):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("fsdp2", "g ggg ggg" + "ggg ggg" + "ggg ggrgrrr"),
+        ("fsdp2:reshard=false", "g ggg rrrr"),
+    ],
+)
+def test_blocks_are_gathered_for_each_pass_or_once_and_reduced_once_in_a_step(layout, expected):
+    """Three blocks; the root stays whole over three micro-batches. In backward a gather runs ahead of a reduction."""
+    found = in_world(layout, lambda world: traffic(world, Plain, micro=3))
+    assert found == [expected.replace(" ", "")] * 2
 
 
 def test_after_each_step_and_evaluation_the_parameters_are_parts_again():

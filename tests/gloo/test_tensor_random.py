@@ -102,7 +102,8 @@ DROPPING: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 def test_ranks_that_hold_the_same_activation_drop_the_same_of_it(kind, layout):
     make, inputs = DROPPING[kind]
     found = split_run(with_head(make), inputs, layout)
-    assert found[0].styles
+    # Between the layers each rank draws its own, so that what is whole must not be dropped there: left whole.
+    assert bool(found[0].styles) == (kind != "a whole activation inside")
     assert_equal_over_ranks(found)
 
 

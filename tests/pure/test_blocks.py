@@ -155,7 +155,7 @@ def test_what_has_no_rows_or_another_dtype_stays_whole():
     model = nn.ModuleDict({"table": nn.Linear(4, 4), "layers": nn.ModuleList([Residual(4), Residual(4)])})
     model.scale = nn.Parameter(torch.tensor(1.0))
     model.none = nn.Parameter(torch.empty(0, 3))
-    model.turn = nn.Parameter(torch.zeros(8, dtype=torch.complex64))
+    model.turn = nn.Parameter(torch.zeros(64, dtype=torch.complex64))
     model["layers"][0].inner[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     model["layers"][1].to(torch.float64)
     assert list(Grouping.of(model).whole) == ["scale", "none", "turn", "layers.0.inner.0.bias"]

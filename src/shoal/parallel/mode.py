@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 
@@ -16,3 +17,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was_training in modes:
             module.training = was_training
+
+
+@contextlib.contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards buffers, tables that renormalise their rows, and random numbers are as they were."""
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None]
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *tables)]
+    state = torch.get_rng_state()
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)

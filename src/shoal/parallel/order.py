@@ -15,7 +15,7 @@ from autograd, which runs nodes from the last made to the first: when the backwa
 which ran after it is over.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -67,13 +67,11 @@ class Collectives(Protocol):
 def backward_events(order: Sequence[int], kept: Set[int], *, reduces: bool) -> list[Event]:
     """What a backward does, for units that ran forward in this order; those in `kept` are whole already."""
     units = list(reversed(order))
-    gathers = [unit for unit in units if unit not in kept]
-    events: list[Event] = []
-    num_gathered = 0
-    for place, unit in enumerate(units):
-        ahead = sum(other not in kept for other in units[: place + 1]) + 1
-        events += [Event(Deed.GATHER, other) for other in gathers[num_gathered:ahead]]
-        num_gathered = max(num_gathered, ahead)
+    gathers = deque(Event(Deed.GATHER, unit) for unit in units if unit not in kept)
+    events = [gathers.popleft()] if gathers else []
+    for unit in units:
+        if gathers and unit not in kept:
+            events.append(gathers.popleft())
         if reduces:
             events.append(Event(Deed.REDUCE, unit))
         elif unit not in kept:

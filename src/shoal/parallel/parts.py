@@ -78,7 +78,8 @@ class Part:
             boxes += [cut for box in self.boxes for cut in _intersect(box, dim, start, stop, at - start)]
             at += stop - start
         if not boxes:
-            boxes = [replace(self.boxes[0], size=_with(self.boxes[0].size, dim, 0))]
+            # Nothing, of the shape that the other dims have.
+            boxes = [replace(box, local=_with(box.local, dim, 0), size=_with(box.size, dim, 0)) for box in self.boxes]
         return Part(self.shape, tuple(boxes), (*self.axes, axis))
 
 

@@ -48,10 +48,6 @@ class Placement:
             if part is not None:
                 part.settle()
 
-    def present(self, output: Any) -> Any:
-        """The model's output as a loss sees it."""
-        return output if self.split is None else self.split.present(output)
-
     @property
     def is_cut(self) -> bool:
         """Ranks hold different parts of the model, so that they must call it equally often, evaluation included."""
@@ -77,7 +73,6 @@ def place(
     batch_norm: Literal["global", "local"] = "global",
     plan: Mapping[str, str] | None = None,
     sample: Sample | None = None,
-    keep_cut: bool = False,
     value: Callable[[str], Tensor] | None = None,
 ) -> nn.Module:
     """Spread a model over a world; it stays the same module, with the same parameter names.
@@ -89,7 +84,6 @@ def place(
         plan: how tensor parallelism splits the model, glob -> style; inferred where it is left out.
         sample: (args, kwargs) that the model may be called with; tensor parallelism looks at it.
         value: gives a parameter by its name, whole, where they are on `meta`; each is there for a moment only.
-        keep_cut: outputs may stay cut; `Placement.present` makes them look whole.
 
     Raises:
         LayoutError: the layout would split a BatchNorm batch into micro-batches, or does not fit the sizes.
@@ -111,7 +105,7 @@ def place(
                 f"{world.layout}: with init=by-name no weights are there yet, and tensor parallelism proves its split "
                 "on them. Take fsdp alone, or init=whole."
             )
-        placement.split = split_tensors(model, world, plan=plan, sample=sample, keep_cut=keep_cut)
+        placement.split = split_tensors(model, world, plan=plan, sample=sample)
         parts |= placement.split.parts
     _place_blocks(model, world)
     if world.mesh.sizes["fsdp"] > 1:
@@ -122,6 +116,8 @@ def place(
         _allocate(model, world.device)
     if world.mesh.sizes["fsdp"] == 1 and world.num_data > 1:
         placement.replica = Replica(model, world)
+    if placement.split is not None:
+        placement.split.show_outputs()
     if value is not None:
         _fill(model, parts, value)
     keep_parts(model, parts)

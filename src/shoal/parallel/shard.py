@@ -11,18 +11,19 @@ the user's, and the parameters keep their names; each is a DTensor, and whole on
 """
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import JobError, LayoutError, WorldError
 from shoal.parallel.grouping import Grouping
 from shoal.parallel.order import ROOT, Order
 from shoal.parallel.replicate import check_output
+from shoal.parallel.uncut import Uncut
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -50,31 +51,37 @@ class Shards:
         _check(model, world)
         grouping = Grouping.of(model)
         stays_whole = world.layout.reshard is False or world.layout.zero == 2
+        mesh = world.device_mesh(*(("dp", "fsdp") if world.layout.dp > 1 else ("fsdp",)))
         self._world = world
-        self._uncut = _Uncut(model, grouping.whole)
-        self._crew = _Crew(world, self._uncut)
+        self._crew = _Crew(world)
         self._order = Order(["the model", *grouping.blocks], self._crew, keep_all=stays_whole)
         with _kept_attributes(model):
-            self._root = self._cut(model, grouping)
+            self._root = self._cut(model, grouping, mesh)
+            self._uncut = Uncut(model, grouping.whole, mesh)
+        self._unused = _Unused(world, self._crew.units, self._uncut)
+        self._crew.on_last = self._unused.count
         self._is_closed = self._seen_output = False
-        named = dict(model.named_parameters(remove_duplicate=False))
-        uncut = set(grouping.whole.values())
+        uncut = set(self._uncut.shown())
         self.replicated = list(grouping.whole)
-        self.rows = {name: _rows(param, world) for name, param in named.items() if param not in uncut}
+        self.rows = {
+            name: _rows(param, world)
+            for name, param in model.named_parameters(remove_duplicate=False)
+            if param not in uncut
+        }
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
         world.at_close(self._close)
 
-    def _cut(self, model: nn.Module, grouping: Grouping) -> "UnitState":
+    def _cut(self, model: nn.Module, grouping: Grouping, mesh: DeviceMesh) -> "UnitState":
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         from shoal.parallel.direct import DirectGather, DirectReduce  # these need the inside of torch,
         from shoal.parallel.units import adopt  # which a run without shards need not load
 
-        layout, is_cuda = self._world.layout, self._world.device.type == "cuda"
+        to_host = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
         options: dict[str, Any] = {
-            "mesh": self._world.device_mesh(*(("dp", "fsdp") if layout.dp > 1 else ("fsdp",))),
-            "offload_policy": CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "cpu" else OffloadPolicy(),
+            "mesh": mesh,
+            "offload_policy": to_host if self._world.layout.offload == "cpu" else OffloadPolicy(),
             "reshard_after_forward": False,  # the order drops what is to be dropped
         }
         uncut = set(grouping.whole.values())
@@ -116,7 +123,7 @@ class Shards:
 
     def own_gradients(self) -> dict[str, Tensor]:
         """This rank's gradients, whole, that `accumulate` has kept from being reduced."""
-        found = {name: param.grad for name, param in self._uncut.params().items() if param.grad is not None}
+        found = self._uncut.gradients()
         for unit in self._crew.units.values():
             found |= {unit.names[place]: grad for place, grad in unit.gradients().items()}
         return found
@@ -126,20 +133,22 @@ class Shards:
         self._order.forget()
         for unit in self._crew.units.values():
             unit.forget()
-        for param in self._uncut.params().values():
-            param.grad = None
+        self._uncut.forget()
+        self._uncut.rest()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Within: every rank holds all parameters, and may call the model alone, without gradient; collective."""
         for unit in self._crew.units.values():
             unit.hold()
+        self._uncut.run()
         self._order.is_held = True
         try:
             with torch.no_grad():
                 yield
         finally:
             self._order.is_held = False
+            self._uncut.rest()
             for unit in self._crew.units.values():
                 unit.release()
 
@@ -151,6 +160,7 @@ class Shards:
                 "this model lies in shards over the ranks of a world that is closed. Use it within `with World.open("
                 "...)`, or load its checkpoint into a new model."
             )
+        self._uncut.run()
         self._order.begin_forward((module.training, torch.is_grad_enabled()))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -158,6 +168,8 @@ class Shards:
             self._seen_output = True
             check_output(output)
         self._order.end_forward(has_gradient=torch.is_grad_enabled())
+        if not self._order.awaits_backward and not self._order.is_held:
+            self._uncut.rest()
 
     def _end_backward(self, torch_ends: Callable[[], None]) -> None:
         reduced = self._order.reduces
@@ -165,7 +177,9 @@ class Shards:
         torch_ends()
         if reduced:
             self._uncut.average(self._world)
-            self._crew.unused.settle()
+        self._uncut.rest()
+        if reduced:
+            self._unused.settle()
 
 
 def _check(model: nn.Module, world: World) -> None:
@@ -209,38 +223,10 @@ def _no_copy(memo: dict[int, Any]) -> NoReturn:
     )
 
 
-class _Uncut:
-    """The parameters that every rank keeps whole; looked up each time, since `Module.to` may replace them."""
-
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        paths = [(name, *name.rpartition(".")) for name in names]
-        self._places = {name: (model.get_submodule(owner), key) for name, owner, _, key in paths}
-
-    def params(self) -> dict[str, nn.Parameter]:
-        """By name."""
-        return {name: getattr(module, key) for name, (module, key) in self._places.items()}
-
-    def average(self, world: World) -> None:
-        """The mean of their gradients over the data ranks, missing ones taken as zero; a collective for each dtype."""
-        group = world.data_group
-        kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        trained = [param for param in self.params().values() if param.requires_grad and group is not None]
-        for param in trained:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            kinds[param.dtype].append(torch.view_as_real(param.grad) if param.is_complex() else param.grad)
-        for grads in kinds.values():
-            flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat, group=group)
-            flat /= world.num_data
-            for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-                grad.copy_(mean.view_as(grad))
-
-
 class _Unused:
     """Parameters without a gradient on some ranks: `None` where they have none on any."""
 
-    def __init__(self, world: World, units: "dict[int, Unit]", uncut: _Uncut) -> None:
+    def __init__(self, world: World, units: "dict[int, Unit]", uncut: Uncut) -> None:
         self._world, self._units, self._uncut = world, units, uncut
         self._used: list[bool] = []
         self._counts = torch.empty(0)
@@ -248,8 +234,7 @@ class _Unused:
 
     def count(self) -> None:
         """Begin to add up how many ranks have used each parameter; small, so it runs beside a reduction."""
-        self._used = [used for unit in self._units.values() for used in unit.take_used()]
-        self._used += [p.grad is not None or not p.requires_grad for p in self._uncut.params().values()]
+        self._used = [used for unit in self._units.values() for used in unit.take_used()] + self._uncut.used()
         self._counts = torch.tensor(self._used, dtype=torch.int32, device=self._world.device)
         group = self._world.data_side_group
         self._work = None if group is None else dist.all_reduce(self._counts, group=group, async_op=True)
@@ -260,8 +245,7 @@ class _Unused:
             self._work.wait()
         if all(self._used):
             return
-        params = [param for unit in self._units.values() for param in unit.params()]
-        params += self._uncut.params().values()
+        params = [param for unit in self._units.values() for param in unit.params()] + self._uncut.shown()
         for param, count in zip(params, self._world.read(self._counts) or self._used, strict=True):
             if not count:
                 param.grad = None
@@ -270,10 +254,10 @@ class _Unused:
 class _Crew:
     """Does what the order says, to the units that have parameters."""
 
-    def __init__(self, world: World, uncut: _Uncut) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         self.units: dict[int, Unit] = {}
-        self.unused = _Unused(world, self.units, uncut)
+        self.on_last: Callable[[], None] = lambda: None  # before the last reduction of a backward
 
     def agree(self, need: int) -> list[int]:
         """What each data rank needs next."""
@@ -308,7 +292,7 @@ class _Crew:
         """Reduce its gradient, and drop what was gathered; collective."""
         if unit in self.units:
             self.units[unit].fill()
-        if unit == ROOT:  # the last of a backward
-            self.unused.count()
+        if unit == ROOT:
+            self.on_last()
         if unit in self.units:
             self.units[unit].reduce()

@@ -22,7 +22,7 @@ from shoal.job import Job, Params, Scheduler, check_job, identity
 from shoal.metrics.flops import count_flops
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
-from shoal.parallel.mode import evaluating
+from shoal.parallel.mode import without_trace
 from shoal.parallel.place import place, placement_of
 from shoal.parallel.recipe import Recipes
 from shoal.parallel.replicate import check_replicable
@@ -123,7 +123,6 @@ def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Reci
         batch_norm=job.batch_norm,
         plan=job.tensor_plan(),
         sample=sample,
-        keep_cut=True,
         value=None if recipes is None else lambda name: recipes.value(name, functools.partial(_seed_for, job)),
     )
     return whole_flops / (_forward_flops(model, sample) * world.mesh.sizes["tp"])
@@ -264,10 +263,8 @@ def _forward_flops(model: nn.Module, sample: Sample | None) -> float:
     """FLOPs of a forward of the sample; 1 without any."""
     if sample is None:
         return 1.0
-    state = torch.get_rng_state()
-    with evaluating(model), torch.no_grad(), count_flops() as count:
+    with without_trace(model), torch.no_grad(), count_flops() as count:
         model(*sample[0], **sample[1])
-    torch.set_rng_state(state)
     return float(max(count.model, 1))
 
 

@@ -77,7 +77,7 @@ class Heads:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         out = peers.leave(F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight))
         if module.out_proj.bias is not None:
-            out = out + module.out_proj.bias
+            out = out + module.out_proj.bias.to(out.dtype)
         if weights is not None:
             weights = _shown(peers, cut.units, weights, average_attn_weights)
             weights = weights if batched else weights.squeeze(0)

@@ -83,22 +83,38 @@ class Watch(TorchFunctionMode):
         return out
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What a reshape does to a cut dim.
+
+    Attributes:
+        position: of the output dim that is cut.
+        merged: the input dims that become that one alone; empty where one becomes several.
+        known_by: dim and size by which a cut input is told from a whole one, where the size does not vary.
+    """
+
+    position: int
+    merged: tuple[int, ...]
+    known_by: tuple[int, int] | None
+
+    def applies(self, shape: Shape) -> bool:
+        """Whether an input of this shape is the cut one."""
+        return self.known_by is None or (self.known_by[0] < len(shape) and shape[self.known_by[0]] == self.known_by[1])
+
+
 @dataclass
 class Rules:
-    """Per call: which output dim of a reshape is cut, its whole size, and how a cut input is known (dim and size)."""
+    """The rules of all calls, for one rank."""
 
     units: Units
     rank: int
-    reshapes: dict[Site, list[tuple[int, int, int | None, int]]] = field(default_factory=dict)
+    reshapes: dict[Site, list[Rule]] = field(default_factory=dict)
     splits: set[Site] = field(default_factory=set)
+    whole: set[Site] = field(default_factory=set)  # reshapes that tensors which are not cut pass too
 
     @property
     def is_needed(self) -> bool:
         return bool(self.reshapes or self.splits)
-
-    def same_on(self, rank: int) -> "Rules":
-        """These rules as another rank follows them."""
-        return Rules(self.units, rank, self.reshapes, self.splits)
 
 
 class Narrow(TorchFunctionMode):
@@ -121,9 +137,11 @@ class Narrow(TorchFunctionMode):
         tensor = args[0]
         if self._seen is not None:
             self._learn(site, tuple(tensor.shape), spreads=func is Tensor.expand)
-        for position, whole, dim, size in self._rules.reshapes.get(site, ()):
-            if dim is None or (dim < tensor.dim() and tensor.shape[dim] == size):
-                return self._narrowed(func, args, kwargs, position, whole)
+        rules = self._rules.reshapes.get(site, ())
+        alike = len({rule.position for rule in rules}) == 1 and site not in self._rules.whole
+        for rule in rules:
+            if alike or rule.applies(tuple(tensor.shape)):
+                return self._narrowed(func, args, kwargs, rule)
         return args, kwargs
 
     def _learn(self, site: Site, local: Shape, *, spreads: bool) -> None:
@@ -135,6 +153,8 @@ class Narrow(TorchFunctionMode):
             return
         whole, after = pairs[index]
         cut = [dim for dim in range(len(local)) if local[dim] != whole[dim]]
+        if not cut:
+            self._rules.whole.add(site)
         if len(cut) != 1:
             return
         shift = len(after) - len(whole)
@@ -143,7 +163,11 @@ class Narrow(TorchFunctionMode):
             if cut[0] in ins and outs:
                 position = self._pick(outs, after)
                 known = whole[cut[0]] % self._rules.units.count == 0
-                rule = (position, after[position], cut[0] if known else None, local[cut[0]])
+                rule = Rule(
+                    position,
+                    tuple(ins) if len(outs) == 1 else (),
+                    (cut[0], local[cut[0]]) if known else None,
+                )
                 rules = self._rules.reshapes.setdefault(site, [])
                 if rule not in rules:
                     rules.append(rule)
@@ -153,28 +177,30 @@ class Narrow(TorchFunctionMode):
         fitting = [dim for dim in outs if after[dim] > 1 and after[dim] % count == 0] or list(outs)
         return fitting[min(self._choice, len(fitting) - 1)]
 
-    def _narrowed(self, func: Any, args: Any, kwargs: Any, position: int, whole: int) -> tuple[Any, Any]:
+    def _narrowed(self, func: Any, args: Any, kwargs: Any, rule: Rule) -> tuple[Any, Any]:
         tensor = args[0]
         if func in (Tensor.unflatten, torch.unflatten):
             dim, sizes = kwargs.get("dim", args[1] if len(args) > 1 else 0), kwargs.get("sizes", args[-1])
-            return (tensor, dim, self._replaced(sizes, position - dim % tensor.dim(), whole)), {}
+            return (tensor, dim, self._replaced(tensor, sizes, rule.position - dim % tensor.dim(), rule)), {}
         shape = kwargs.get("shape", kwargs.get("size", args[1:]))
         if len(shape) == 1 and isinstance(shape[0], torch.dtype):
             return args, kwargs  # view(dtype)
         sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
         if func is Tensor.expand:
-            sizes[position] = -1  # as it is
+            sizes[rule.position] = -1  # as it is
             return (tensor, sizes), {}
-        return (tensor, self._replaced(sizes, position, whole)), {}
+        return (tensor, self._replaced(tensor, sizes, rule.position, rule)), {}
 
-    def _replaced(self, shape: Sequence[int], position: int, whole: int) -> list[int]:
-        sizes = list(shape)
+    def _replaced(self, tensor: Tensor, shape: Sequence[int], position: int, rule: Rule) -> list[int]:
+        sizes, count = list(shape), self._rules.units.count
         if not 0 <= position < len(sizes) or sizes[position] == -1:
             return sizes
-        if -1 not in sizes:
+        if rule.merged:
+            sizes[position] = prod(tensor.shape[dim] for dim in rule.merged)
+        elif -1 not in sizes:
             sizes[position] = -1
-        elif sizes[position] == whole and whole % self._rules.units.count == 0:
-            sizes[position] = self._rules.units.local(whole, self._rules.rank)
+        elif sizes[position] % count == 0:  # heads, or heads times the batch
+            sizes[position] = self._rules.units.local(sizes[position], self._rules.rank)
         return sizes
 
     def _split(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, Any]:

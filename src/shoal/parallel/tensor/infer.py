@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.mode import evaluating
+from shoal.parallel.mode import without_trace
 from shoal.parallel.tensor.heads import Seen
 from shoal.parallel.tensor.peers import Peers
 from shoal.parallel.tensor.plan import Style
@@ -39,7 +39,7 @@ class Look:
         rows: how many vectors each matrix gave, for the share of the work.
         output_bytes: of every module, in all its calls.
         num_samples: of the batch that it was.
-        output_of: by the place among the tensors of the model's output, the module whose output it is, untouched.
+        heads: the layers whose output is the model's, untouched.
     """
 
     calls: dict[str, Call] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Look:
     rows: dict[str, int] = field(default_factory=dict)
     output_bytes: dict[str, int] = field(default_factory=dict)
     num_samples: int = 1
-    output_of: dict[int, str] = field(default_factory=dict)
+    heads: list[str] = field(default_factory=list)
 
 
 def look(model: nn.Module, args: Any, kwargs: Any) -> Look:
@@ -80,7 +80,7 @@ def look(model: nn.Module, args: Any, kwargs: Any) -> Look:
     counters = [m.register_forward_hook(functools.partial(count, name)) for name, m in model.named_modules()]
     with _watched(model, note), torch.no_grad():
         out = model(*args, **kwargs)
-    seen.output_of = {place: made[id(t)] for place, t in enumerate(tree_leaves(out)) if id(t) in made}
+    seen.heads = [made[id(t)] for t in tree_leaves(out) if id(t) in made]
     for counter in counters:
         counter.remove()
     seen.num_samples = next((len(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 1)
@@ -101,7 +101,7 @@ def _watched(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it skips the modules whose calls are to be seen
     try:
-        with evaluating(model):
+        with without_trace(model):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -128,6 +128,7 @@ class Search:
         self._guessed: dict[Any, list[Guess]] = {}
         self._last: Guess = ({}, None)
         self.regions: list[Region] = []
+        self.few: dict[str, int] = {}  # heads of modules that have fewer of them than there are ranks
 
     def infer(self) -> None:
         """Chains of layers from the innermost module outwards, then tables and heads."""
@@ -207,8 +208,11 @@ class Search:
             return None
         try:
             trial = Trial(module, self._seen.calls[name], self._peers, self._world)
-        except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
+        except (KeyError, TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
             return None  # this module cannot be copied, widened or run alone
+        heads = trial.seen.head_counts([_width(layers[layer], style) for layer, style in styles.items()])
+        if heads and heads[0] < self._peers.size:
+            self.few[name] = heads[0]
         every = itertools.product(self._guesses(layers, styles, trial.seen), (None, 0, 1))
         for units, choice in guesses or itertools.islice(every, MAX_GUESSES):
             cuts = {layer: _cut(layers[layer], styles[layer], units[layer]) for layer in styles}
@@ -269,7 +273,13 @@ def _structure(module: nn.Module, *, exactly: bool) -> Any:
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if type(value) in (int, bool, str)}
+    """Attributes that may make a module compute otherwise: numbers, words, and functions, each its own."""
+    known = {n: v for n, v in vars(part).items() if not n.startswith("_")}
+    return {n: repr(v) if type(v) in (int, float, bool, str) else str(id(v)) for n, v in known.items() if _decides(v)}
+
+
+def _decides(value: Any) -> bool:
+    return type(value) in (int, float, bool, str) or (callable(value) and not isinstance(value, nn.Module))
 
 
 def share_of(model: nn.Module, seen: Look, layers: Sequence[str]) -> tuple[float, float]:

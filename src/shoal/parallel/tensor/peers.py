@@ -24,6 +24,7 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
+        self._last: tuple[Tensor, int, Tensor] | None = None  # what was entered last, its version, and what came of it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Peers":
         return self
@@ -44,15 +45,14 @@ class Peers:
         return torch.cat([piece[..., :size] for piece, size in zip(slices, sizes, strict=True)], dim=-1)
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Into the cut part of a model; once per tensor, so that q, k and v share one sum in backward."""
+        """Into the cut part of a model; once for q, k and v that follow each other, so that backward sums once."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        if torch.compiler.is_compiling():  # which follows no attribute of a tensor
+        if tensor.is_leaf or torch.compiler.is_compiling():  # a leaf may be entered again in the next step
             return _Enter.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
-        entered: Tensor | None = tensor.__dict__.get("_shoal_entered")
-        if entered is None:
-            entered = tensor._shoal_entered = _Enter.apply(tensor, self)  # type: ignore[attr-defined, no-untyped-call]
-        return entered
+        if self._last is None or self._last[0] is not tensor or self._last[1] != tensor._version:
+            self._last = (tensor, tensor._version, _Enter.apply(tensor, self))  # type: ignore[no-untyped-call]
+        return self._last[2]
 
     def leave(self, tensor: Tensor) -> Tensor:
         """Out of it: partial sums to the whole."""
@@ -83,17 +83,18 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.add(grad), None
+        return _Leave.apply(grad, ctx.peers), None  # type: ignore[no-untyped-call]  # which has a gradient too
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
         return peers.add(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return (_Enter.apply(grad, ctx.peers) if torch.is_grad_enabled() else grad), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -104,7 +105,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _slice(grad, ctx.peers, ctx.sizes), None, None
+        return _Scatter.apply(grad, ctx.peers, ctx.sizes), None, None  # type: ignore[no-untyped-call]
 
 
 class _Scatter(torch.autograd.Function):
@@ -115,7 +116,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.peers.join(grad, ctx.sizes), None, None
+        return _Gather.apply(grad, ctx.peers, ctx.sizes), None, None  # type: ignore[no-untyped-call]
 
 
 def _slice(tensor: Tensor, peers: Peers, sizes: Sequence[int]) -> Tensor:

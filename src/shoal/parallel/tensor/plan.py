@@ -93,6 +93,14 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
             _check_fits(name, modules.get(name), found[name])
     experts = {name: _experts(name, found) for name, style in found.items() if style.name == "experts"}
     rest = {name: style for name, style in found.items() if style.name not in ("replicated", "experts")}
+    for name in rest:
+        layer = name.rpartition(".")[0]
+        if name not in modules and layer not in experts:
+            glob = next(iter(_globs({layer: model})), layer)
+            raise LayoutError(
+                f"tensor plan: {name} is a parameter, and only parameters of experts have styles of their own. Give "
+                f"the style to its layer: {glob!r}."
+            )
     return experts | {name: style for name, style in rest.items() if name in modules}
 
 

@@ -9,13 +9,14 @@ gradients of the inputs must agree, or the guess is dropped.
 import contextlib
 import copy
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.parallel.parts import Part, cut
@@ -89,6 +90,7 @@ def cut_layers(module: nn.Module, cuts: Mapping[str, Cut], peers: Peers, done: S
             if isinstance(tensor, nn.Parameter):
                 if id(tensor) not in done:
                     slice_ = nn.Parameter(cut(tensor.detach(), part), requires_grad=tensor.requires_grad)
+                    slice_.__dict__.update(tensor.__dict__)  # what a job wrote on it
                     done[id(tensor)] = (tensor, slice_)
                 setattr(owner, key, done[id(tensor)][1])
             else:
@@ -107,13 +109,15 @@ def narrowing(rules: Rules | None) -> Iterator[None]:
 class Trial:
     """Tries guesses about one module on the live ranks; every method is called on all of them."""
 
-    def __init__(self, module: nn.Module, call: Call, peers: Peers, world: World) -> None:
-        self._peers, self._world = _Trying(peers), world
-        self._module = _moved(module)
-        self._call = call
-        watch = Watch()
+    def __init__(self, module: nn.Module, call: Call, peers: Peers, world: World, *, training: bool = False) -> None:
+        self._peers, self._world, self._call = _Trying(peers), world, call
+        self._original, self._module = module, _moved(module)
         self.draws = _draws(module, call)
-        self._whole = self._run(copy.deepcopy(self._module), watch)
+        # A drawn mask would differ, and the statistics of a BatchNorm wait for the other data ranks.
+        quiet = not _draws(self._module, call) and not any(isinstance(m, _BatchNorm) for m in module.modules())
+        self._modes = (False, True) if training and quiet else (False,)
+        watch = Watch()
+        self._whole = [self._run(copy.deepcopy(self._module), watch, mode) for mode in self._modes]
         self.seen: Seen = watch.seen
 
     def attempt(self, name: str, cuts: dict[str, Cut], choice: int | None) -> Region | None:
@@ -122,31 +126,62 @@ class Trial:
         Args:
             choice: which reading of ambiguous sizes to take; None: the code spells none out.
         """
-        region, wrong = None, False
-        try:
-            region = self._try(name, cuts, choice)
-        except _GivenUpElsewhereError:
-            wrong = True
-        except Exception:  # a guess may fail in any way inside the user's code: that is the answer
-            self._peers.give_up()
-            wrong = True
-        return None if self._any(wrong or region is None) else region
-
-    def _try(self, name: str, cuts: dict[str, Cut], choice: int | None) -> Region | None:
-        module = copy.deepcopy(self._module)
-        parts = cut_layers(module, cuts, self._peers, {})
         rules = Rules(next(iter(cuts.values())).units, self._peers.rank)
         mode = contextlib.nullcontext() if choice is None else Narrow(rules, self.seen, choice)
-        answer = self._run(module, mode)
-        self._peers.meet()
-        partial = self._partial(answer, parts)
+        partial = self._agreed(lambda module: cut_layers(module, cuts, self._peers, {}), mode)
         if partial is None:
             return None
         return Region(name, cuts, rules if rules.is_needed else None, partial, self.draws)
 
-    def _partial(self, answer: Answer, parts: Mapping[str, Part]) -> tuple[str, ...] | None:
+    def confirm(self, apply: Callable[[nn.Module, Peers], Mapping[str, Part]], partial: Iterable[str]) -> bool:
+        """Whether the module is the same when `apply` has cut it; `partial`: the gradients that will be summed."""
+        found = self._agreed(lambda module: apply(module, self._peers), contextlib.nullcontext())
+        if found is None or not set(found) <= set(partial):
+            return False
+        return not self.draws or self._draws_alike(apply)
+
+    def _draws_alike(self, apply: Callable[[nn.Module, Peers], Mapping[str, Part]]) -> bool:
+        """In training, with dropout: what is whole is still the same on all peers. A mask of their own would part them.
+
+        Left out where a BatchNorm waits for other ranks.
+        """
+        if self._world.kind == "fake" or any(isinstance(m, _BatchNorm) for m in self._original.modules()):
+            return True
+        module = copy.deepcopy(self._original).double().train()
+        apply(module, self._peers)
+        args, kwargs = tree_map_only(Tensor, _wide, copy.deepcopy((self._call.args, self._call.kwargs)))
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        with torch.no_grad(), Widened():
+            outputs = module(*args, **kwargs)
+        torch.set_rng_state(state)
+        floats = [o for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.is_floating_point()]
+        alike = [
+            self._peers.have_same(output) for output in floats
+        ]  # each asked on all, whatever came of the one before
+        return not self._any(not all(alike))
+
+    def _agreed(self, apply: Callable[[nn.Module], Mapping[str, Part]], mode: Any) -> tuple[str, ...] | None:
+        partial: tuple[str, ...] | None = ()
+        try:
+            for training, whole in zip(self._modes, self._whole, strict=True):
+                module = copy.deepcopy(self._module)
+                parts = apply(module)
+                answer = self._run(module, mode, training)
+                self._peers.meet()
+                found = self._partial(answer, whole, parts)
+                partial = None if found is None or partial is None else (*partial, *found)
+        except _GivenUpElsewhereError:
+            partial = None
+        except Exception:  # a guess may fail in any way inside the user's code: that is the answer
+            self._peers.give_up()
+            partial = None
+        return None if self._any(partial is None) else partial
+
+    def _partial(self, answer: Answer, whole: Answer, parts: Mapping[str, Part]) -> tuple[str, ...] | None:
         """The parameters of whose gradient each rank has a part; None where anything differs from the whole."""
-        whole = self._whole
+        if not whole.outputs:
+            return None  # an output in which nothing is found proves nothing
         same = _agree(answer.outputs, whole.outputs) and _agree(answer.inputs, whole.inputs)
         if self._world.kind == "fake":  # nothing was computed: shapes are all there is to compare
             return () if [o.shape for o in answer.outputs] == [o.shape for o in whole.outputs] else None
@@ -156,14 +191,17 @@ class Trial:
             if (grad is None) != (expected is None):
                 same = False
             elif grad is not None and expected is not None:
-                summed = grad if name in parts else self._peers.add(grad)
-                fits = _close(grad, cut(expected, parts[name]) if name in parts else expected)
-                if self._peers.any(not fits):
+                if name in parts:
+                    same = same and _close(grad, cut(expected, parts[name]))
+                elif self._peers.have_same(grad):
+                    same = same and _close(grad, expected)
+                else:  # also where a gradient is nothing but rounding: the ranks must go on alike
                     partial.append(name)
-                    same = same and name not in parts and _close(summed, expected)
+                    same = _close(self._peers.add(grad), expected) and same
         return tuple(partial) if same else None
 
-    def _run(self, module: nn.Module, mode: Any) -> Answer:
+    def _run(self, module: nn.Module, mode: Any, training: bool) -> Answer:
+        module.train(training)
         args, kwargs = tree_map_only(Tensor, _wide, copy.deepcopy((self._call.args, self._call.kwargs)))
         with torch.enable_grad():
             with Widened(), mode:
@@ -219,9 +257,11 @@ class _Trying(Peers):
         """Tell those who wait in `meet`."""
         self._tell(-1.0)
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on any peer."""
-        return max(self._tell(float(flag))) > 0
+    def have_same(self, tensor: Tensor) -> bool:
+        """Whether all hold it bit for bit."""
+        most = torch.stack([tensor, -tensor])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return torch.equal(most[0], -most[1])
 
     def _tell(self, what: float) -> list[float]:
         backend = dist.get_backend(self.group)
@@ -236,6 +276,11 @@ class _Trying(Peers):
 def _moved(module: nn.Module) -> nn.Module:
     """A copy in float64, evaluating, no parameter zero or one: what starts at zero would hide a mistake."""
     moved = copy.deepcopy(module).double().eval()
+    for part in moved.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.MultiheadAttention):
+            part.dropout = 0.0
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in moved.parameters():

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from shoal.parallel.swap import become
 from shoal.parallel.tensor.infer import Look, Search, look, share_of
 from shoal.parallel.tensor.peers import Peers
 from shoal.parallel.tensor.plan import Style, given_plan, resolve
-from shoal.parallel.tensor.region import Region, Slices, cut_layers, narrowing
+from shoal.parallel.tensor.region import Call, Region, Slices, Trial, cut_layers, narrowing
 from shoal.parallel.tensor.stream import OwnStream
 from shoal.parallel.tensor.styles import Cut
 from shoal.parallel.tensor.vocabulary import SlicedLogits
@@ -33,7 +33,6 @@ class Split:
     Attributes:
         parts: by name in `model.state_dict()`, what this rank holds of what was cut.
         flops_share, params_share: of the matrix products' work, and of the parameters, 0 to 1.
-        heads: by the place of an output of the model that stays cut, how many features each rank has of it.
         bytes_per_sample: what each rank sends for one sample, forward and backward.
     """
 
@@ -44,7 +43,7 @@ class Split:
     flops_share: float = 0.0
     params_share: float = 0.0
     bytes_per_sample: int = 0
-    heads: dict[int, list[int]] = field(default_factory=dict)
+    _shown: dict[int, SlicedLogits] = field(default_factory=dict)
     _partial: list[str] = field(default_factory=list)
 
     def settle(self) -> None:
@@ -55,13 +54,29 @@ class Split:
             for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
 
-    def present(self, output: Any) -> Any:
-        """The model's output as a job sees it: what stayed cut looks whole."""
-        if not self.heads:
+    def hide_outputs(self) -> None:
+        """What stayed cut passes as plain slices through the hooks that come now (DDP, fully_shard)."""
+        self.model.register_forward_hook(self._to_slices)
+
+    def show_outputs(self) -> None:
+        """After those hooks: it looks whole again, to whoever calls the model."""
+        self.model.register_forward_hook(self._to_whole)
+
+    def _to_slices(self, module: nn.Module, args: Any, output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        self._shown = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, SlicedLogits)}
+        cut = {place: leaf.local for place, leaf in self._shown.items() if leaf.held is None}
+        return tree_unflatten([cut.get(place, leaf) for place, leaf in enumerate(leaves)], spec) if cut else output
+
+    def _to_whole(self, module: nn.Module, args: Any, output: Any) -> Any:
+        shown, self._shown = self._shown, {}
+        if not shown:
             return output
         leaves, spec = tree_flatten(output)
-        for place, sizes in self.heads.items():
-            leaves[place] = SlicedLogits.of(leaves[place], self.peers, sizes)
+        for place, leaf in shown.items():
+            again = SlicedLogits.of(leaves[place], leaf.peers, leaf.sizes)
+            # Who asks for no gradient looks at them: a sample, a metric.
+            leaves[place] = leaf.held if leaf.held is not None else again if torch.is_grad_enabled() else again.whole()
         return tree_unflatten(leaves, spec)
 
     def __str__(self) -> str:
@@ -77,7 +92,6 @@ def split_tensors(
     *,
     plan: Mapping[str, str] | None = None,
     sample: Sample | None = None,
-    keep_cut: bool = False,
 ) -> Split:
     """Split a model over the axis tp, in place; collective.
 
@@ -85,7 +99,6 @@ def split_tensors(
         plan: glob -> style. Left out: the model's own, else inferred.
         sample: what the model is called with (args, kwargs), the same on every rank of tp; shows which layers
             follow each other, and proves that the split model computes the same.
-        keep_cut: logits that a head gives out stay slices, for `Split.present` to show.
 
     Raises:
         LayoutError: a plan that is wrong, or no sample to look at.
@@ -100,35 +113,67 @@ def split_tensors(
         )
     seen = look(model, *sample)
     search = Search(model, seen, peers, world)
+    proof = _Proof(model, sample, peers, world, seen)
     stated = given_plan(model, plan)
     if stated:
         _follow(search, seen, resolve(model, stated), size)
-        torn = _torn(model, search.regions, peers)
-        if torn:
-            raise LayoutError(
-                f"tensor plan: {torn[0][1]} is used in several places, and the plan does not cut it alike in all of "
-                "them. Give each a style that cuts the same way (an embedding: vocabulary, the head: colwise_gather)."
-            )
+        _check_together(model, search.regions, peers, proof)
     else:
         search.infer()
         while torn := _torn(model, search.regions, peers):  # what one use would leave whole, all do
             search.regions.remove(torn[0][0])
-    heads = _keep_heads_cut(search.regions, seen) if keep_cut else {}
+        search.regions = proof.keep(search.regions)
     split = _apply(model, peers, search.regions, seen)
-    split.heads = heads
+    heads = [region.name for region in search.regions if region.name in seen.heads and _gathers(region)]
+    for name in heads:
+        model.get_submodule(name).__dict__["_shoal_shown"] = True
+    if heads:
+        split.hide_outputs()
     return split
 
 
-def _keep_heads_cut(regions: list[Region], seen: Look) -> dict[int, list[int]]:
-    """A head whose output is the model's need not gather it: by place in the output, the sizes of the slices."""
-    heads = {}
-    for place, name in seen.output_of.items():
-        for region in regions:
-            cut = region.cuts.get("")
-            if region.name == name and cut is not None and cut.style == "colwise_gather":
-                region.cuts = {"": replace(cut, style="colwise")}
-                heads[place] = cut.units.sizes()
-    return heads
+def _gathers(region: Region) -> bool:
+    return region.cuts.keys() == {""} and region.cuts[""].style == "colwise_gather"
+
+
+class _Proof:
+    """That the whole model is the same with all its regions cut: no region is used from outside of it."""
+
+    def __init__(self, model: nn.Module, sample: Sample, peers: Peers, world: World, seen: Look) -> None:
+        self._seen = seen
+        self._trial: Trial | None = None
+        with contextlib.suppress(TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
+            # A model that cannot be copied has no regions either, or they hold what can be.
+            self._trial = Trial(model, Call(*sample), peers, world, training=True)
+
+    def holds(self, regions: list[Region]) -> bool:
+        """Of these together; collective."""
+        if self._trial is None or not regions:
+            return True
+        partial = [".".join(filter(None, (region.name, name))) for region in regions for name in region.partial]
+        return self._trial.confirm(lambda model, peers: _apply(model, peers, regions, self._seen).parts, partial)
+
+    def keep(self, regions: list[Region]) -> list[Region]:
+        """The regions that hold together: all, or those that hold alone, or none."""
+        if self.holds(regions):
+            return regions
+        alone = [region for region in regions if self.holds([region])]
+        return alone if self.holds(alone) else []
+
+
+def _check_together(model: nn.Module, regions: list[Region], peers: Peers, proof: _Proof) -> None:
+    torn = _torn(model, regions, peers)
+    if torn:
+        raise LayoutError(
+            f"tensor plan: {torn[0][1]} is used in several places, and the plan does not cut it alike in all of "
+            "them. Give each a style that cuts the same way (an embedding: vocabulary, the head: colwise_gather)."
+        )
+    if not proof.holds(regions):
+        wrong = next((region.name for region in regions if not proof.holds([region])), regions[0].name)
+        raise LayoutError(
+            f"tensor plan: with {wrong or 'these layers'} split the model does not compute what it computes whole: "
+            "something in it is used from outside (a weight, an activation), or runs in training alone. Leave it out."
+        )
 
 
 def _follow(search: Search, seen: Look, styles: Mapping[str, Style], size: int) -> None:
@@ -137,7 +182,7 @@ def _follow(search: Search, seen: Look, styles: Mapping[str, Style], size: int) 
     Raises:
         LayoutError: naming the region that would compute something else.
     """
-    for name, layers in regions_of(seen, styles).items():
+    for name, layers in regions_of(seen, styles):
         region = search.prove(name, layers)
         if region is None:
             raise LayoutError(
@@ -145,24 +190,37 @@ def _follow(search: Search, seen: Look, styles: Mapping[str, Style], size: int) 
                 "computes whole: outputs or gradients differ, or the sizes do not divide. The heads must divide, a "
                 "rowwise layer must follow its colwise ones, and a colwise layer that nothing follows needs "
                 "colwise_gather. Leave these layers out, or take a degree that divides."
+                f"{_that_fit(search.few.get(name))}"
             )
         search.regions.append(region)
+
+
+def _that_fit(num_heads: int | None) -> str:
+    if num_heads is None:
+        return ""
+    fitting = ", ".join(f"tp{degree}" for degree in range(2, num_heads + 1))
+    return f" Its code cuts the features into {num_heads} heads, so these fit: {fitting or 'none'}."
 
 
 def _shown(layers: Mapping[str, Style]) -> str:
     return ", ".join(f"{layer or 'itself'}: {style}" for layer, style in layers.items())
 
 
-def regions_of(seen: Look, styles: Mapping[str, Style]) -> dict[str, dict[str, Style]]:
-    """The layers of a plan by the smallest module that holds a rowwise one and its colwise ones."""
+def regions_of(seen: Look, styles: Mapping[str, Style]) -> list[tuple[str, dict[str, Style]]]:
+    """The layers of a plan by the smallest module that holds a rowwise one and its colwise ones, chain by chain."""
     alone = {name: style for name, style in styles.items() if style.name in ALONE}
-    regions = {name: {"": style} for name, style in alone.items() if name in seen.calls}
+    regions = [(name, {"": style}) for name, style in alone.items() if name in seen.calls]
     rest = [name for name in seen.order if name in styles and name not in alone]
     for name in sorted(seen.calls, key=lambda name: -len(name.split(".")) if name else 1):
         held = [layer for layer in rest if not name or layer.startswith(f"{name}.")]
         kinds = {styles[layer].name for layer in held}
         if kinds >= {"colwise", "rowwise"} or (held and not name):
-            regions[name] = {layer[len(name) + 1 :] if name else layer: styles[layer] for layer in held}
+            chain: dict[str, Style] = {}
+            for layer in held:
+                chain[layer[len(name) + 1 :] if name else layer] = styles[layer]
+                if styles[layer].name == "rowwise" or layer == held[-1]:
+                    regions.append((name, chain))
+                    chain = {}
             rest = [layer for layer in rest if layer not in held]
     return regions
 
@@ -188,6 +246,12 @@ def _apply(model: nn.Module, peers: Peers, regions: list[Region], seen: Look) ->
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) in by_param:
             split.parts.setdefault(name, by_param[id(param)])  # under every name that it has
+    first = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    for name, module in model.named_modules(remove_duplicate=False):  # a shared module, and so its buffers
+        for key in module._buffers:
+            part = split.parts.get(f"{first[id(module)]}.{key}".strip("."))
+            if part is not None:
+                split.parts.setdefault(f"{name}.{key}".strip("."), part)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in evaluation; nested tensors cannot be added over ranks

@@ -27,6 +27,7 @@ from shoal.parallel.swap import become
 from shoal.parallel.tensor import attention
 from shoal.parallel.tensor.peers import Peers
 from shoal.parallel.tensor.units import Units
+from shoal.parallel.tensor.vocabulary import SlicedLogits
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "rowwise_scatter", "vocabulary", "channels", "heads", "replicated")
 
@@ -69,6 +70,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def _kind(module: nn.Module) -> str:
     forward = type(module).forward
+    if nn.utils.parametrize.is_parametrized(module):
+        return ""  # its weight is computed, and reading it may change a state (spectral norm)
     if forward is nn.Linear.forward:
         return "linear"
     if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
@@ -88,10 +91,10 @@ def features(module: nn.Module) -> tuple[int, int]:
     kind = _kind(module)
     if kind == "attention":
         return module.embed_dim, module.embed_dim  # type: ignore[return-value]  # nn.Module does not say int
+    if kind == "norm":
+        return module.num_features, module.num_features  # type: ignore[return-value]  # as above
     weight = module.weight
     assert isinstance(weight, Tensor)
-    if kind == "norm":
-        return weight.shape[0], weight.shape[0]
     first, second = weight.shape[:2]
     return (first, second) if kind in ("conv1d", "embedding") else (second, first)
 
@@ -159,20 +162,24 @@ def _be_called(module: nn.Module, args: Any) -> None:
 class _Column:
     """Out of whole inputs, this rank's features."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = (*args, *kwargs.values())  # torch's layers call it `input`, those of transformers `x`
         cut, peers = self.__dict__["_shoal_cut"]
         whole = x if isinstance(self, nn.Embedding) else peers.enter(x)
         out: Tensor = super().forward(whole)  # type: ignore[misc]
         stream = self.__dict__.get("_shoal_stream")
         if stream is not None and self.training and cut.style == "colwise":  # type: ignore[attr-defined]
             stream.begin(out)
+        if "_shoal_shown" in self.__dict__:
+            return SlicedLogits.of(out, peers, cut.units.sizes())
         return peers.gather(out, cut.units.sizes()) if cut.style == "colwise_gather" else out
 
 
 class _Row:
     """Out of this rank's features, a part of a sum; the bias belongs to the sum."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        (x,) = (*args, *kwargs.values())
         cut, peers = self.__dict__["_shoal_cut"]
         if cut.style == "rowwise_scatter":
             x = peers.scatter(x, cut.units.sizes())
@@ -183,8 +190,8 @@ class _Row:
         if bias is None:
             return out
         if isinstance(self, nn.modules.conv._ConvNd):
-            bias = bias.view(-1, *[1] * (x.dim() - 2))
-        return out + bias
+            bias = bias.view(-1, *[1] * (self.weight.dim() - 2))
+        return out + bias.to(out.dtype)  # under autocast the product is narrower
 
 
 def _without_bias(layer: Any, x: Tensor) -> Tensor:
@@ -210,13 +217,14 @@ class _Experts:
 class _Vocabulary:
     """Rows that this rank holds; of the others it adds zeros to the sum."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        cut, peers = self.__dict__["_shoal_cut"]
+    def forward(self, input: Tensor) -> Tensor:
+        ids, (cut, peers) = input, self.__dict__["_shoal_cut"]
         ((start, stop),) = cut.units.spans(peers.rank)
         elsewhere = (ids < start) | (ids >= stop)
+        known = elsewhere & (ids >= 0) & (ids < cut.units.count)  # what is in nobody's rows is an error, as ever
         padding = getattr(self, "padding_idx", None)
         own = padding - start if padding is not None and start <= padding < stop else None
         weight: Tensor = self.weight  # type: ignore[attr-defined]  # of the class that this one is mixed into
-        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), weight, own)
+        rows = F.embedding((ids - start).masked_fill(known, 0), weight, own)
         out: Tensor = peers.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
         return out

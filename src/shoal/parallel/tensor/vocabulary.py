@@ -31,6 +31,7 @@ class SlicedLogits(Tensor):
     local: Tensor
     peers: Peers
     sizes: Sequence[int]
+    held: Tensor | None = None  # all of them, once something was written into them
 
     @staticmethod
     def of(local: Tensor, peers: Peers, sizes: Sequence[int]) -> "SlicedLogits":
@@ -42,7 +43,7 @@ class SlicedLogits(Tensor):
 
     def whole(self) -> Tensor:
         """All of them, on every rank."""
-        return self.peers.gather(self.local, self.sizes)
+        return self.peers.gather(self.local, self.sizes) if self.held is None else self.held
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +52,11 @@ class SlicedLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, SlicedLogits):
+        if isinstance(first, SlicedLogits) and _writes(func):
+            first.held = first.whole()
+            func(first.held, *args[1:], **kwargs)
+            return first
+        if isinstance(first, SlicedLogits) and first.held is None:
             if func in _CASTS:
                 return first._like(func(first.local))
             if func in _RESHAPES:
@@ -72,6 +77,13 @@ class SlicedLogits(Tensor):
         return func(*args, **kwargs)
 
 
+def _writes(func: Any) -> bool:
+    name: str = func.__name__
+    return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+
+
 def _is_plain(
     logits: SlicedLogits,
     target: Any,
@@ -90,8 +102,13 @@ def _is_plain(
 def _cross_entropy(
     logits: SlicedLogits, target: Tensor, *_: Any, ignore_index: int = -100, reduction: str = "mean", **__: Any
 ) -> Tensor:
+    local = logits.local
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()  # as autocast does for the whole
+    # Nothing but a look at each target: one outside of the vocabulary is an error here too, and on cuda an assertion.
+    target.new_zeros(1).expand(logits.shape[-1])[target.masked_fill(target == ignore_index, 0)]
     start = sum(logits.sizes[: logits.peers.rank])
-    losses: Tensor = _CrossEntropy.apply(logits.local, target, start, ignore_index, logits.peers)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(local, target, start, ignore_index, logits.peers)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
