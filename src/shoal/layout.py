@@ -35,7 +35,7 @@ CHOICES = {
     "reshard": (None, True, False),
 }
 MAX_COUNT = 2**20  # a degree beyond a million ranks is a slip of the finger
-AVAILABLE = ("dp", "fsdp", "tp", "micro", "workers", "recompute", "compile", "reshard")
+AVAILABLE = ("dp", "fsdp", "tp", "micro", "workers", "recompute", "compile", "reshard", "zero", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)

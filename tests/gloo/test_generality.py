@@ -25,6 +25,11 @@ def test_a_kind_of_model_is_verified_in_a_layout_or_refused_before_step_one(kind
         assert expected in cell.refusal
 
 
+@pytest.mark.parametrize("kind", ["gpt, tied weights", "CNN with BatchNorm", "Mixtral (transformers)"])
+def test_three_axes_in_eight_processes_are_the_same_training(kind):
+    assert fill(kind, "dp2.fsdp2.tp2").error is not None
+
+
 def test_the_table_in_the_documents_has_every_cell_and_refuses_the_same():
     lines = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("|")]
     (_, *layouts), _, *rows = lines

@@ -98,6 +98,8 @@ CONTINUED = [
     ("lone", "fsdp2.tp2"),
     ("fsdp2.tp2", "dp2.fsdp2"),
     ("dp2.tp2", "fsdp2:reshard=false"),
+    ("dp2:zero=1", "fsdp2"),
+    ("lone", "dp2.tp2:zero=1"),
 ]
 
 

@@ -90,6 +90,7 @@ def place(
         JobError: the model is placed already, or has parameters without a shape.
     """
     world.layout.require_available()
+    _check_shards(world)
     if _KEY in model.__dict__:
         raise JobError("this model is placed already; place it once, and build a new one for another world.")
     check_replicable(model)
@@ -123,6 +124,17 @@ def place(
     keep_parts(model, parts)
     model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
     return model
+
+
+def _check_shards(world: World) -> None:
+    """Options of shards, where there are none."""
+    layout = world.layout
+    if layout.fsdp == 1 and layout.zero in (2, 3):
+        raise LayoutError(
+            f"{layout}: zero={layout.zero} cuts gradients over fsdp. Write fsdp{layout.dp}:zero={layout.zero}."
+        )
+    if layout.fsdp == 1 and layout.offload != "none":
+        raise LayoutError(f"{layout}: offload=cpu keeps the shards of fsdp on the host, and there are none. Add fsdpN.")
 
 
 def _fill(model: nn.Module, parts: Mapping[str, Part], value: Callable[[str], Tensor]) -> None:

@@ -27,6 +27,7 @@ from shoal.parallel.place import place, placement_of
 from shoal.parallel.recipe import Recipes
 from shoal.parallel.replicate import check_replicable
 from shoal.parallel.tensor import Sample
+from shoal.parallel.zero import OwnedStates
 from shoal.run.enter import enter_folder, take_weights
 from shoal.run.run import Run
 from shoal.step import Step, call_of, on_device, seed_everything, use_fused
@@ -73,6 +74,7 @@ def assemble(
     taken = take_weights(Path(weights), model, world) if weights is not None else ""
     optimizer, scheduler = _build_optimizer(job, model, world)
     run_folder = RunFolder(Path(folder)) if folder is not None else None
+    owned = OwnedStates(optimizer, world) if world.layout.zero == 1 else None
     run = Run(
         job=job,
         world=world,
@@ -95,6 +97,7 @@ def assemble(
         ),
         folder=run_folder,
         save_every=save_every,
+        _owned=owned,
         _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=data.tokens or 1),
     )
     if data.rehearsal is not None:

@@ -23,8 +23,9 @@ from shoal.folder import RunFolder
 from shoal.job import Job, identity
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
-from shoal.parallel.parts import Part
+from shoal.parallel.parts import Part, parts_of
 from shoal.parallel.place import placement_of
+from shoal.parallel.zero import OwnedStates
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
 
@@ -46,6 +47,7 @@ class Run:
     step: int = 0  # optimizer steps done
     stopped: bool = False  # asked to end (SIGTERM) before the last step
     _engine: Step = field(repr=False)
+    _owned: OwnedStates | None = field(default=None, repr=False)
     _writer: Writer | None = field(default=None, repr=False)
     _saved: int | None = field(default=None, repr=False)
     _inside: bool = field(default=False, repr=False)  # of a step: still True after one that raised
@@ -193,9 +195,21 @@ class Run:
             self.say(self._writer.events.pop(0))
 
     def _state(self) -> dict[str, Any]:
-        state = capture(self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
+        engine = self._engine
+        state = capture(self.model, self.optimizer, engine.scheduler, engine.scaler, state_parts=self._state_parts())
         # Data order and random streams are functions of (seed, step, coordinates): the step says both.
         return {**state, "position": {"step": self.step, "seed": self.job.seed}}
+
+    def _state_parts(self) -> dict[str, Part] | None:
+        """With zero=1: of which parameters this rank holds the optimizer's state."""
+        if self._owned is None:
+            return None
+        parts, held = parts_of(self.model), {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return {
+            name: replace(parts[name], axes=(*parts[name].axes, "dp"))
+            for name, param in self.model.named_parameters()
+            if id(param) in held and self._owned.owns(param)
+        }
 
     def _reconcile(self) -> None:
         """Local BatchNorm statistics differ by rank as the job asked; what is saved and evaluated is rank 0's."""
@@ -216,8 +230,16 @@ class Run:
                 + "\nSet the values back, name the run to go on with (--run runs/that), or start afresh "
                 "(--resume never)."
             )
-        checkpoint = self._read_everywhere(path, reading_plan(manifest, self.model))
-        restore(checkpoint.tree, self.model, self.optimizer, self._engine.scheduler, self._engine.scaler)
+        checkpoint = self._read_everywhere(path, reading_plan(manifest, self.model, state_parts=self._state_parts()))
+        engine = self._engine
+        restore(
+            checkpoint.tree,
+            self.model,
+            self.optimizer,
+            engine.scheduler,
+            engine.scaler,
+            state_parts=self._state_parts(),
+        )
         self.step = self._saved = checkpoint.step
         self.ledger = replace(self.ledger, step=self.step, lr=float(self.optimizer.param_groups[0]["lr"]))
         self.say(f"resumed from {path} (step {checkpoint.step}, saved under layout {manifest.layout})")

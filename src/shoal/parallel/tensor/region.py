@@ -156,9 +156,7 @@ class Trial:
             outputs = module(*args, **kwargs)
         torch.set_rng_state(state)
         floats = [o for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.is_floating_point()]
-        alike = [
-            self._peers.have_same(output) for output in floats
-        ]  # each asked on all, whatever came of the one before
+        alike = [self._peers.have_same(output) for output in floats]  # all asked
         return not self._any(not all(alike))
 
     def _agreed(self, apply: Callable[[nn.Module], Mapping[str, Part]], mode: Any) -> tuple[str, ...] | None:

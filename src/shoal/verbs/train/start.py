@@ -108,7 +108,7 @@ def _start(
     values = settings.values
     if fresh is None:
         fresh = (values.device or "cuda").startswith("cuda") and has_accelerator()
-    with _ended_by_sigterm(), _one_thread():
+    with _ended_by_sigterm(), _one_thread(values.layout):
         from shoal.verbs.train.rank import build, started
 
         built = build(job, values)
