@@ -64,6 +64,41 @@ def test_accumulation_is_the_same_training(job, layout):
     same_as_lone(job, layout)
 
 
+@pytest.mark.parametrize(
+    ("precision", "layout", "tolerance"),
+    [("fp32", "fsdp2", 1e-5), ("fp32", "dp2.fsdp2", 1e-5), ("bf16", "fsdp2", 1e-2), ("fp16", "fsdp2", 1e-3)],
+)
+def test_lower_precision_stays_close_to_lone(precision, layout, tolerance):
+    """With plain SGD, which shows a gradient of another size; a scalar among the parameters meets the loss scale."""
+
+    class Floats(jobs.Points):
+        def model(self):
+            return Scaled()
+
+        def data(self):
+            inputs, targets = super().data().tensors
+            return torch.utils.data.TensorDataset(inputs.float(), targets)
+
+        evaluation = data
+
+    (reference,) = record(lambda: Floats(precision=precision, steps=3))
+    for seen in record(lambda: Floats(precision=precision, steps=3), layout):
+        assert seen.losses == pytest.approx(reference.losses, rel=tolerance)
+        assert all(tensor.dtype == torch.float32 for tensor in seen.state.values())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) * self.scale
+
+
 def test_ranks_without_samples_take_part_with_weight_zero():
     same_as_lone(lambda: jobs.Normed(batch_size=2, num_samples=6), "fsdp4")
 
@@ -124,12 +159,12 @@ class Siamese(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(4, 3)
+        self.head, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         for index in (2, 0, 1, 0, 2):
             x = self.layers[index](x) + x
-        return self.head(x)
+        return self.head(x) * self.scale
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2:micro=2", "fsdp2:reshard=false"])
@@ -199,6 +234,7 @@ def thaw(run):
     layers[0].requires_grad_(run.step >= 2)
     layers[2].requires_grad_(run.step >= 2)
     layers[1].requires_grad_(run.step != 3)
+    run.model.scale.requires_grad_(run.step in (0, 3))
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2:micro=2,reshard=false", "dp2.fsdp2"])
@@ -206,6 +242,7 @@ def test_parameters_are_frozen_and_thawed(layout):
     reference = same_as_lone(Thawing, layout, on_step=thaw)
     assert [grads["layers.1.0.weight"] is None for grads in reference.grads] == [False, False, False, True, False]
     assert [grads["layers.2.0.weight"] is None for grads in reference.grads][1:3] == [True, False]
+    assert [grads["scale"] is None for grads in reference.grads] == [False, True, True, False, True]
 
 
 def test_what_is_written_on_a_parameter_stays_on_it():
@@ -343,6 +380,39 @@ def test_two_backwards_through_one_graph_add_up(layout):
 
     for found in in_world(layout, train):
         assert_same(found, mean_gradients(lambda model, x: 2 * model(x).square().sum(), 2))
+
+
+class Choosing(Siamese):
+    """Without `rest`, one block and the head."""
+
+    def forward(self, x: Tensor, rest: bool = True) -> Tensor:
+        x = self.layers[0](x)
+        return super().forward(x) if rest else self.head(x)
+
+
+def test_what_only_the_first_of_two_backwards_uses_keeps_its_gradient():
+    def add_up(model, x):
+        model(x).square().sum().backward()
+        model(x, rest=False).square().sum().backward()
+
+    def train(world):
+        model = shoal.place(build(Choosing), world)
+        add_up(model, batch_of(world.data_rank))
+        return gradients(model)
+
+    expected = mean_gradients(lambda m, x: m(x).square().sum() + m(x, rest=False).square().sum(), 2, Choosing)
+    for found in in_world("fsdp2", train):
+        assert_same(found, expected)
+
+
+def test_a_model_may_be_moved_to_another_dtype_after_it_was_placed():
+    def train(world):
+        model = shoal.place(build().float(), world).double()
+        model(batch_of(world.data_rank)).sum().backward()
+        return gradients(model)
+
+    for found in in_world("fsdp2", train):
+        assert_same(found, mean_gradients(lambda m, x: m(x).sum(), 2, lambda: build().float()))
 
 
 def test_a_look_without_gradient_between_forward_and_backward():
