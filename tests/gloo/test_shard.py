@@ -445,9 +445,18 @@ def test_a_rank_whose_loss_takes_nothing_of_the_model_takes_part_when_it_settles
         assert_same(found, {name: grad / 2 for name, grad in mean_gradients(lambda m, x: m(x).sum(), 1).items()})
 
 
-def traffic(world, make, *, micro=1):
-    """One step; a letter for each gather (g) and reduction (r) of this rank, in their order."""
-    model = shoal.place(build(make), world)
+class Marked(Siamese):
+    """Three blocks, one after the other; each tells when its backward begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.register_hook(lambda grad: self.mark())
+        return self.head(x)
+
+
+def traffic(world, num_micro):
+    """One step of this rank: a letter for each gather (g), reduction (r) and backward of a block (b), in their order."""
     seen = []
     for letter, kind in (("g", DirectGather), ("r", DirectReduce)):
         direct = kind.__call__
@@ -455,30 +464,24 @@ def traffic(world, make, *, micro=1):
             seen.append(letter),
             direct(*args, **options),
         )
-    for part in range(micro):
-        with placement_of(model).accumulate() if part < micro - 1 else contextlib.nullcontext():
+    model = shoal.place(build(Marked), world)
+    model.mark = lambda: seen.append("b")
+    for part in range(num_micro):
+        with placement_of(model).accumulate() if part < num_micro - 1 else contextlib.nullcontext():
             model(batch_of(world.data_rank)).sum().backward()
     return "".join(seen)
-
-
-class Plain(Siamese):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("fsdp2", "g ggg ggg" + "ggg ggg" + "ggg ggrgrrr"),
-        ("fsdp2:reshard=false", "g ggg rrrr"),
+        ("fsdp2", ["g ggg", "gg b g b b", "ggg", "gg b g b b", "ggg", "gg b rg b r b rr"]),
+        ("fsdp2:reshard=false", ["g ggg", "bbb", "bbb", "br br br r"]),
     ],
 )
 def test_blocks_are_gathered_for_each_pass_or_once_and_reduced_once_in_a_step(layout, expected):
-    """Three blocks; the root stays whole over three micro-batches. In backward a gather runs ahead of a reduction."""
-    found = in_world(layout, lambda world: traffic(world, Plain, micro=3))
-    assert found == [expected.replace(" ", "")] * 2
+    """Three micro-batches, over which the root stays whole; in backward the next gather runs beside a block."""
+    assert in_world(layout, lambda world: traffic(world, 3)) == ["".join(expected).replace(" ", "")] * 2
 
 
 def test_after_each_step_and_evaluation_the_parameters_are_parts_again():

@@ -6,8 +6,6 @@ float32 in all, on 2 and 4 processes that share 2 busy cores (torch 2.13, median
                     as gloo has it      as here
     gather           76    145           25     46
     reduce-scatter  109    199           41     62
-
-A step of a 4-block decoder of width 256 on fsdp2 takes 0.8 of the time that it takes with gloo's own.
 """
 
 from collections.abc import Sequence
