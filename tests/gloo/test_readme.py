@@ -61,7 +61,7 @@ def run(command: list[str], folder: Path, *, text: str | None = None) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=90,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-4000:]}"

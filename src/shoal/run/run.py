@@ -88,7 +88,8 @@ class Run:
 
     def _check_first(self, before: dict[str, str], result: StepResult, lrs: dict[int, float]) -> None:
         check_replicas(self.model, self.world, result.step)
-        pack(self._state())  # the state of the optimizer exists now; what cannot be cut or stored is said
+        if self.folder is not None:
+            pack(self._state())  # the state of the optimizer exists now; what cannot be cut or stored is said
         if result.skipped:
             return
         without = check_first_step(before, self.model, self.optimizer, lrs)
