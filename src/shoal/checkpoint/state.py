@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.pack import Leaf, Shard, in_pairs
 from shoal.checkpoint.tensorfile import dtype_of
 from shoal.errors import CheckpointError
 from shoal.job import Scheduler
-from shoal.parallel.parts import Part, local_of, parts_of
+from shoal.parallel.parts import Part, is_sharded, local_of, parts_of
 
 # How an update is computed, not what: decided anew by the machine that resumes.
 _ENGINE = {"fused", "foreach", "capturable", "differentiable"}
@@ -102,11 +101,7 @@ def _state_leaf(what: str, value: Any, param: nn.Parameter, part: Part, state_pa
         return value
     some = tuple(axis for axis in state_part.axes if axis not in part.axes)  # where only some ranks hold it
     local = local_of(value)
-    if (
-        value.dim()
-        and local.shape == state_part.local_shape
-        and isinstance(value, DTensor) == isinstance(param, DTensor)
-    ):
+    if value.dim() and local.shape == state_part.local_shape and is_sharded(value) == is_sharded(param):
         return _leaf(value, state_part)
     if value.dim() and not part.is_whole:
         raise CheckpointError(_uncut(what, value.shape, part))
@@ -266,7 +261,7 @@ def _restore_model(tree: Mapping[str, Any], model: nn.Module, own: Mapping[str, 
     values = dict(tree)
     with torch.no_grad():
         for name, value in own.items():
-            if isinstance(value, DTensor):
+            if is_sharded(value):
                 local_of(value.detach()).copy_(values[name])
                 values[name] = value
     model.load_state_dict(values)
@@ -294,8 +289,10 @@ def _to(param: Tensor, value: Tensor) -> Tensor:
     # A step counter stays on the host unless the engine wants it beside the parameter; moments go there.
     if value.dim() == 0:
         return value.clone() if not param.is_cuda else value.to(param.device, copy=True)
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return value.to(param.device, copy=True)
     local = value.to(local_of(param.detach()).device, copy=True)
     shape, stride = param.shape, param.stride()
+    from torch.distributed.tensor import DTensor  # loaded already, where there is one
+
     return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)

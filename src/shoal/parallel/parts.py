@@ -12,13 +12,16 @@ A fused q, k, v matrix that is cut by heads has three boxes: the rank's rows of 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _KEY = "_shoal_parts"
 
@@ -96,9 +99,14 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor; asked so, since importing that class costs every start half a second."""
+    return hasattr(tensor, "to_local")
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def cut(whole: Tensor, part: Part) -> Tensor:
