@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from shoal.parallel.norm import globalise_batch_norm, has_batch_norm, release_ba
 from shoal.parallel.parts import Part, cut, keep_parts, local_of, parts_of
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicate import Replica, check_no_hooks, check_replicable
-from shoal.parallel.shard import Shards
 from shoal.parallel.tensor import Sample, Split, split_tensors
 from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.parallel.shard import Shards
 
 _KEY = "_shoal_placement"
 
@@ -31,7 +33,7 @@ class Placement:
     local_norms: list[str] = field(default_factory=list)
     split: Split | None = None
     replica: Replica | None = None
-    shards: Shards | None = None
+    shards: "Shards | None" = None
     model: nn.Module | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
@@ -110,6 +112,8 @@ def place(
         parts |= placement.split.parts
     _place_blocks(model, world)
     if world.mesh.sizes["fsdp"] > 1:
+        from shoal.parallel.shard import Shards  # with DTensor and more: half a second that others need not pay
+
         placement.shards = Shards(model, world)
         for name, rows in placement.shards.rows.items():
             parts[name] = parts[name].take(0, [rows], "fsdp")
