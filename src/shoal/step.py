@@ -358,10 +358,11 @@ class Step:
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         self._optimizer.zero_grad(set_to_none=True)
         with self._placement.accumulate():
-            for part in batch.micro:
+            for part, _ in rounds(batch, self._world):
                 self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]
-        named = self._model.named_parameters()
-        bad = [n for n, p in named if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
+        own = self._placement.own_gradients()
+        bad = [name for name, grad in own.items() if not bool(dense(grad).isfinite().all())]
+        self._placement.forget()
         self._optimizer.zero_grad(set_to_none=True)
         self._put_back(buffers)
         return bad

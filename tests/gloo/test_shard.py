@@ -23,8 +23,8 @@ from trainings import assert_same_training, distance, record
 import shoal
 from shoal.errors import JobError, LayoutError, WorldError
 from shoal.job import mean_loss
-from shoal.layout import AVAILABLE
 from shoal.parallel.direct import DirectGather, DirectReduce
+from shoal.parallel.parts import local_of
 from shoal.parallel.place import placement_of
 from shoal.parallel.shard import Shards
 from shoal.world import Place, World
@@ -35,12 +35,6 @@ def same_as_lone(job, *layouts, on_step=None):
     for layout in layouts:
         assert_same_training(record(job, layout, on_step=on_step), reference)
     return reference
-
-
-@pytest.fixture(autouse=True)
-def every_option(monkeypatch):
-    """zero= and offload= are built here before the layout offers them."""
-    monkeypatch.setattr("shoal.layout.AVAILABLE", (*AVAILABLE, "zero", "offload"))
 
 
 # -- whole trainings -----------------------------------------------------------------------------------------
@@ -604,3 +598,23 @@ def test_after_its_world_a_sharded_model_says_so():
 
     with pytest.raises(WorldError, match="in shards over the ranks of a world that is closed"):
         run_processes(outlive, 2)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "dp2.fsdp2", "tp2"])
+def test_a_step_that_is_left_out_leaves_no_gradient_behind(layout):
+    def spoil(run):
+        if run.step == 1:
+            with torch.no_grad():
+                kept["weight"] = [local_of(p.detach()).clone() for p in run.model.parameters()]
+                for param in run.model.parameters():
+                    local_of(param.detach()).fill_(float("nan"))
+        elif run.step == 2:
+            with torch.no_grad():
+                for param, value in zip(run.model.parameters(), kept["weight"], strict=True):
+                    local_of(param.detach()).copy_(value)
+
+    kept = {}
+    (reference,) = record(lambda: jobs.Points(nonfinite="skip"), on_step=spoil)
+    for seen in record(lambda: jobs.Points(nonfinite="skip"), layout, on_step=spoil):
+        for name, tensor in seen.state.items():
+            torch.testing.assert_close(tensor, reference.state[name], rtol=1e-10, atol=1e-12)

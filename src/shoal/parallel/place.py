@@ -44,6 +44,18 @@ class Placement:
         reduction = self.shards or self.replica
         return reduction.accumulate() if reduction else contextlib.nullcontext()
 
+    def own_gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients, that `accumulate` has kept from being reduced."""
+        if self.shards is not None:
+            return self.shards.own_gradients()
+        assert self.model is not None
+        return {name: param.grad for name, param in self.model.named_parameters() if param.grad is not None}
+
+    def forget(self) -> None:
+        """Drop those of them that lie elsewhere than in `.grad`."""
+        if self.shards is not None:
+            self.shards.forget()
+
     def settle(self) -> None:
         """After the last backward of a step: what the reduction over the data ranks leaves to do."""
         for part in (self.shards, self.replica, self.split):
