@@ -128,6 +128,7 @@ class Search:
         self._guessed: dict[Any, list[Guess]] = {}
         self._last: Guess = ({}, None)
         self.regions: list[Region] = []
+        self.untried: dict[str, str] = {}  # modules that could not be run alone, and what they said
         self.few: dict[str, int] = {}  # heads of modules that have fewer of them than there are ranks
 
     def infer(self) -> None:
@@ -208,7 +209,8 @@ class Search:
             return None
         try:
             trial = Trial(module, self._seen.calls[name], self._peers, self._world)
-        except (KeyError, TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
+        except (KeyError, TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+            self.untried[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             return None  # this module cannot be copied, widened or run alone
         heads = trial.seen.head_counts([_width(layers[layer], style) for layer, style in styles.items()])
         if heads and heads[0] < self._peers.size:

@@ -114,7 +114,7 @@ class Trial:
         self._original, self._module = module, _moved(module)
         self.draws = _draws(module, call)
         # A drawn mask would differ, and the statistics of a BatchNorm wait for the other data ranks.
-        quiet = not _draws(self._module, call) and not any(isinstance(m, _BatchNorm) for m in module.modules())
+        quiet = not _draws(self._module, self._wide_call()) and not any(isinstance(m, _BatchNorm) for m in module.modules())
         self._modes = (False, True) if training and quiet else (False,)
         watch = Watch()
         self._whole = [self._run(copy.deepcopy(self._module), watch, mode) for mode in self._modes]
@@ -149,11 +149,11 @@ class Trial:
             return True
         module = copy.deepcopy(self._original).double().train()
         apply(module, self._peers)
-        args, kwargs = tree_map_only(Tensor, _wide, copy.deepcopy((self._call.args, self._call.kwargs)))
+        call = self._wide_call()
         state = torch.get_rng_state()
         torch.manual_seed(0)
         with torch.no_grad(), Widened():
-            outputs = module(*args, **kwargs)
+            outputs = module(*call.args, **call.kwargs)
         torch.set_rng_state(state)
         floats = [o for o in tree_leaves(outputs) if isinstance(o, Tensor) and o.is_floating_point()]
         alike = [self._peers.have_same(output) for output in floats]  # all asked
@@ -198,9 +198,13 @@ class Trial:
                     same = _close(self._peers.add(grad), expected) and same
         return tuple(partial) if same else None
 
+    def _wide_call(self) -> Call:
+        return Call(*tree_map_only(Tensor, _wide, copy.deepcopy((self._call.args, self._call.kwargs))))
+
     def _run(self, module: nn.Module, mode: Any, training: bool) -> Answer:
         module.train(training)
-        args, kwargs = tree_map_only(Tensor, _wide, copy.deepcopy((self._call.args, self._call.kwargs)))
+        call = self._wide_call()
+        args, kwargs = call.args, call.kwargs
         with torch.enable_grad():
             with Widened(), mode:
                 outputs = module(*args, **kwargs)
@@ -322,7 +326,8 @@ def _draws(module: nn.Module, call: Call) -> bool:
     probe = copy.deepcopy(module).train()
     device = next((t.device for t in module.parameters()), torch.device("cpu"))
     state = (torch.cuda if device.type == "cuda" else torch).get_rng_state()
-    with torch.no_grad():
+    widened = Widened() if any(p.dtype == torch.float64 for p in probe.parameters()) else contextlib.nullcontext()
+    with torch.no_grad(), widened:
         args, kwargs = copy.deepcopy((call.args, call.kwargs))
         probe(*args, **kwargs)
     moved = not torch.equal(state, (torch.cuda if device.type == "cuda" else torch).get_rng_state())

@@ -123,6 +123,8 @@ def split_tensors(
         while torn := _torn(model, search.regions, peers):  # what one use would leave whole, all do
             search.regions.remove(torn[0][0])
         search.regions = proof.keep(search.regions)
+        if not search.regions:
+            raise LayoutError(_nothing(size, search.untried))
     split = _apply(model, peers, search.regions, seen)
     heads = [region.name for region in search.regions if region.name in seen.heads and _gathers(region)]
     for name in heads:
@@ -130,6 +132,15 @@ def split_tensors(
     if heads:
         split.hide_outputs()
     return split
+
+
+def _nothing(size: int, untried: Mapping[str, str]) -> str:
+    told = "".join(f" {name or 'The model'} could not be tried by itself ({why})." for name, why in untried.items())
+    return (
+        f"tp{size} splits nothing of this model: no layers were found that compute the same in {size} parts, so every "
+        f"rank would do all of the work.{told[:500]} Use those ranks for dp or fsdp, or state a plan (tensor_plan of "
+        "the job), which is proved too and says what is wrong with it."
+    )
 
 
 def _gathers(region: Region) -> bool:
