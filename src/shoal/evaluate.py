@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,18 +34,30 @@ def evaluate(
     sums: dict[str, Sum] = {}
     in_step = placement_of(model).is_cut
     cuts = world.num_data * world.layout.micro > 1
+
+    def count(output: Any, moved: Any, loss: Sum) -> None:
+        if cuts and not sums:
+            what = f"{type(job).__name__}.metrics()"
+            check_additive(lambda o, b: _checked(job.metrics(o, b)), output, moved, what)
+        for name, figure in {"loss": loss, **_checked(job.metrics(output, moved))}.items():
+            wide = Sum(figure.value.detach().double(), _float(figure.count))
+            sums[name] = sums[name] + wide if name in sums else wide
+
     with evaluating(model), torch.no_grad():
         for batch in islice(data.batches(), num_steps):
-            for part, live in rounds(batch, world) if in_step or batch.num_samples else ():
-                output, moved, loss = forward(part)
-                if not live:
-                    continue
-                if cuts and not sums:
-                    what = f"{type(job).__name__}.metrics()"
-                    check_additive(lambda o, b: _checked(job.metrics(o, b)), output, moved, what)
-                for name, figure in {"loss": loss, **_checked(job.metrics(output, moved))}.items():
-                    wide = Sum(figure.value.detach().double(), _float(figure.count))
-                    sums[name] = sums[name] + wide if name in sums else wide
+            parts = rounds(batch, world) if in_step or batch.num_samples else []
+            if world.layout.pp > 1:
+                live = [is_live for _, is_live in parts]
+                forward.through_stages(
+                    [part for part, _ in parts],
+                    lambda number, *made, live=live: count(*made) if live[number] else None,
+                    has_backward=False,
+                )
+                continue
+            for part, is_live in parts:
+                made = forward(part)
+                if is_live:
+                    count(*made)
     return {name: total.mean() for name, total in _add_over_ranks(sums, world).items()}
 
 
@@ -75,8 +88,8 @@ def _add_over_ranks(sums: dict[str, Sum], world: World) -> dict[str, Sum]:
     }
     parts = [zeros[name] + sums[name] if name in sums else zeros[name] for name in sorted(shapes)]
     flat = torch.cat([torch.cat([part.value.flatten(), part.value.new_tensor([part.count])]) for part in parts])
-    if world.kind == "real" and world.num_data > 1:
-        dist.all_reduce(flat, group=world.data_side_group)
+    if world.kind == "real" and world.num_data * world.layout.pp > 1:  # of a pipeline, the last stage alone has any
+        dist.all_reduce(flat, group=world.axis_group("pp", "dp", "fsdp", side=True))
     total, start = {}, 0
     for name in sorted(shapes):
         numel = math.prod(shapes[name])

@@ -35,7 +35,22 @@ CHOICES = {
     "reshard": (None, True, False),
 }
 MAX_COUNT = 2**20  # a degree beyond a million ranks is a slip of the finger
-AVAILABLE = ("dp", "fsdp", "tp", "micro", "workers", "recompute", "compile", "reshard", "zero", "offload")
+AVAILABLE = (
+    "pp",
+    "dp",
+    "fsdp",
+    "tp",
+    "micro",
+    "schedule",
+    "virtual",
+    "split",
+    "workers",
+    "recompute",
+    "compile",
+    "reshard",
+    "zero",
+    "offload",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +125,8 @@ class Layout:
         if missing:
             raise LayoutError(
                 f"{self}: not available yet in this version: {', '.join(missing)}. "
-                "Available: lone, dp, fsdp, tp and their products, with micro=, workers=, recompute=, compile=, "
-                "reshard=, zero= and offload=."
+                "Available: lone, pp, dp, fsdp, tp and their products, with micro=, schedule=, virtual=, split=, "
+                "workers=, recompute=, compile=, reshard=, zero= and offload=."
             )
 
 

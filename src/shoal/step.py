@@ -7,11 +7,12 @@ finite on every rank? -> optimizer, schedule                     (all ranks toge
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +80,13 @@ def use_fused(optimizer: torch.optim.Optimizer) -> None:
 def rounds(batch: RankBatch, world: World) -> list[tuple[Any, bool]]:
     """The micro-batches of a rank and whether each is live: as many on every rank, since ranks may meet in a forward.
 
-    A rank with fewer samples than rounds, or with none, fills up with stand-ins, which count nothing.
+    A rank with fewer samples than rounds, or with none, fills up with stand-ins, which count nothing; so do all ranks
+    of a pipeline, whose schedule is made for one number of micro-batches.
     """
     live = batch.num_samples > 0
-    most = min(world.layout.micro, -(-batch.num_global // world.num_data))
+    most = world.layout.micro
+    if world.layout.pp == 1:
+        most = min(most, -(-batch.num_global // world.num_data))
     own = [(part, live) for part in batch.micro]
     return own + [(batch.micro[-1], False)] * (most - len(own))
 
@@ -115,17 +119,43 @@ class Forward:
     def __call__(self, batch: Any) -> tuple[Any, Any, Sum]:
         """Returns (output, batch on the device, loss); raises JobError for a loss that is no Sum."""
         batch = on_device(batch, self._job, self._world)
-        with self._autocast():
+        with self.autocast():
             args, kwargs = call_of(self._job, batch)
             output = self._model(*args, **kwargs)
         return output, batch, self.loss(output, batch)
 
+    def through_stages(
+        self,
+        parts: Sequence[Any],
+        on_output: Callable[[int, Any, Any, Sum], Any],
+        *,
+        has_backward: bool,
+        seed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """The same in a pipeline, for all micro-batches of a rank; collective.
+
+        Args:
+            on_output: called in the last stage with the number of the micro-batch and what `__call__` returns; gives
+                what backward begins with.
+        """
+        pipeline = placement_of(self._model).pipeline
+        assert pipeline is not None, "the layout has an axis pp"
+        batches = [on_device(part, self._job, self._world) for part in parts]
+        pipeline.run(
+            [call_of(self._job, batch) for batch in batches],
+            lambda output, number: on_output(number, output, batches[number], self.loss(output, batches[number])),
+            has_backward=has_backward,
+            around=self.autocast,
+            **({} if seed is None else {"seed": seed}),
+        )
+
     def loss(self, output: Any, batch: Any) -> Sum:
         """The job's loss, under its precision; raises JobError where it is no Sum."""
-        with self._autocast():
+        with self.autocast():
             return _checked(self._job.loss(output, batch), type(self._job).__name__)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of the job, around a forward."""
         if self._job.precision == "fp64":
             return Widened()
         if self._half is None:
@@ -213,6 +243,10 @@ class Step:
         )
         totals, work = own, None
         parts = rounds(batch, self._world)
+        if self._placement.pipeline is not None:
+            self._through_stages(batch, parts, own, weight)
+            totals, work = self._start_totals(own)
+            parts = []
         for index, (part, live) in enumerate(parts):
             last = index == len(parts) - 1
             with contextlib.nullcontext() if last else self._placement.accumulate():
@@ -227,9 +261,29 @@ class Step:
                 self._backward(loss.value * (weight if live else 0.0), batch)
         if work is not None:
             work.wait()
-            totals[:2] /= self._world.size / self._world.num_data  # ranks with the same samples count once
+            # Ranks with the same samples count once; of a pipeline the last stage counts alone.
+            totals[:2] /= self._world.size / self._world.num_data / self._world.layout.pp
         self._placement.settle()
         return own, totals
+
+    def _through_stages(self, batch: RankBatch, parts: Sequence[tuple[Any, bool]], own: Tensor, weight: float) -> None:
+        def on_output(number: int, output: Any, moved: Any, loss: Sum) -> Tensor:
+            self._check_once(output, moved)
+            live = parts[number][1]
+            if live:
+                own[0] += loss.value.detach()
+                own[1] += loss.count
+            value = loss.value * (weight if live else 0.0)
+            self._check_has_gradient(value, batch)
+            return self.scaler.scale(value) if self.scaler else value
+
+        self._forward.through_stages(
+            [part for part, _ in parts], on_output, has_backward=True, seed=functools.partial(self._seed_stage, batch)
+        )
+
+    def _seed_stage(self, batch: RankBatch, number: int, stage: int) -> None:
+        """The random stream of a micro-batch: one for what all stages compute, one for each stage's own."""
+        seed_everything(self._job.seed, "step", batch.step, self._world.data_rank, "micro", number, stage)
 
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
@@ -264,12 +318,15 @@ class Step:
         return totals, dist.all_reduce(totals, group=self._world.side_group, async_op=True)
 
     def _backward(self, value: Tensor, batch: RankBatch) -> None:
+        self._check_has_gradient(value, batch)
+        (self.scaler.scale(value) if self.scaler else value).backward()  # type: ignore[no-untyped-call]
+
+    def _check_has_gradient(self, value: Tensor, batch: RankBatch) -> None:
         if not value.requires_grad:
             raise JobError(
                 f"rank {self._world.rank}, step {batch.step + 1}: the loss depends on no trainable parameter. "
                 "Is everything frozen, or was the output detached (.detach(), .item(), torch.no_grad())?"
             )
-        (self.scaler.scale(value) if self.scaler else value).backward()  # type: ignore[no-untyped-call]
 
     def _update(self, batch: RankBatch, own: Tensor, totals: Tensor) -> StepResult:
         value, count, stop, step, samples = totals.unbind()
@@ -357,9 +414,13 @@ class Step:
         seed_everything(self._job.seed, "step", batch.step, self._world.data_rank)
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         self._optimizer.zero_grad(set_to_none=True)
+        parts = [part for part, _ in rounds(batch, self._world)]
         with self._placement.accumulate():
-            for part, _ in rounds(batch, self._world):
-                self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]
+            if self._placement.pipeline is not None:
+                self._forward.through_stages(parts, lambda *made: made[-1].value, has_backward=True)
+            else:
+                for part in parts:
+                    self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]
         own = self._placement.own_gradients()
         bad = [name for name, grad in own.items() if not bool(dense(grad).isfinite().all())]
         self._placement.forget()

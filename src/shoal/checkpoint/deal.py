@@ -48,7 +48,7 @@ def _pieces(name: str, held: Tensor | Shard) -> list[tuple[Piece, Tensor]]:
     if isinstance(held, Tensor):
         return [(Piece(name, tuple(held.shape), (0,) * held.dim()), held)]
     shape = held.part.shape
-    boxes = [box for box in held.part.boxes if math.prod(box.size) or not math.prod(shape)]
+    boxes = [] if held.part.is_copy else [box for box in held.part.boxes if math.prod(box.size) or not math.prod(shape)]
     return [(Piece(name, shape, box.whole), held.local[box.local_index()]) for box in boxes]
 
 

@@ -11,7 +11,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -192,7 +192,7 @@ def _memory(tensor: Tensor) -> tuple[object, ...] | None:
 def in_pairs(part: Part) -> Part:
     """The part of a complex tensor, as the part of its pairs of reals."""
     boxes = tuple(Box((*box.local, 0), (*box.whole, 0), (*box.size, 2)) for box in part.boxes)
-    return Part((*part.shape, 2), boxes, part.axes)
+    return replace(part, shape=(*part.shape, 2), boxes=boxes)
 
 
 def _check_tensor(tensor: Tensor, path: str) -> None:

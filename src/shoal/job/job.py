@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -133,6 +133,10 @@ class Job(ABC):
     def metrics(self, output: Any, batch: Any) -> dict[str, Sum]:
         """Figures of evaluation besides the loss, as Sums (a confusion matrix is one too)."""
         return {}
+
+    def stages(self, model: nn.Module) -> Sequence[Sequence[str]]:
+        """The modules of each pipeline stage, by name, in the order in which they run; empty: balanced by cost."""
+        return ()
 
     def tensor_plan(self) -> Mapping[str, str]:
         """How tensor parallelism splits the model, glob -> style; {}: the model's own plan, else inferred."""

@@ -34,8 +34,9 @@ def grad_norm(params: Mapping[str, nn.Parameter], parts: Mapping[str, Part], wor
     if not cut or world.kind == "lone":
         return norm
     squares = torch.zeros((), dtype=torch.float64, device=world.device)
-    for copies in sorted({num_copies(part, world) for part in cut.values()}):
-        held = gradients(params[name] for name, part in cut.items() if num_copies(part, world) == copies)
+    ours = {name: part for name, part in cut.items() if not part.is_copy}
+    for copies in sorted({num_copies(part, world) for part in ours.values()}):
+        held = gradients(params[name] for name, part in ours.items() if num_copies(part, world) == copies)
         if held:
             squares += torch.nn.utils.get_total_norm(held).double() ** 2 / copies
     if world.kind == "real":

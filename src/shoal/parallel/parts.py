@@ -51,11 +51,13 @@ class Part:
         shape: of the whole tensor.
         boxes: what this rank holds, in its own tensor and in the whole.
         axes: on which ranks hold different parts; on every other axis they hold the same.
+        is_copy: another rank along these axes holds the same and stands for it: a weight that two stages share.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     axes: tuple[str, ...] = ()
+    is_copy: bool = False
 
     @staticmethod
     def whole(shape: Sequence[int]) -> "Part":
@@ -71,6 +73,8 @@ class Part:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Of this rank's tensor."""
+        if not self.boxes:
+            return (0, *self.shape[1:])
         ends = [[at + n for at, n in zip(box.local, box.size, strict=True)] for box in self.boxes]
         return tuple(map(max, zip(*ends, strict=True)))
 
@@ -131,7 +135,8 @@ def gather_whole(local: Tensor, part: Part, world: World) -> Tensor:
         return local.detach().clone()
     # Sums of one part and zeros: exact, except that -0.0 would come back as 0.0; so the bytes are summed.
     whole = torch.zeros(part.shape, dtype=local.dtype, device=local.device)
-    paste(whole, local.detach(), part)
+    if not part.is_copy:
+        paste(whole, local.detach(), part)
     raw = whole.flatten().view(torch.uint8) if whole.numel() else whole.flatten()
     dist.all_reduce(raw, group=world.axis_group(*part.axes))
     return whole

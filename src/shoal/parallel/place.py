@@ -1,7 +1,7 @@
 """A mesh and a model -> the placed model: the one function that knows the order in which a model is spread."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from shoal.parallel.tensor import Sample, Split, split_tensors
 from shoal.world import World
 
 if TYPE_CHECKING:
+    from shoal.parallel.pipeline import Costs, Pipeline
     from shoal.parallel.shard import Shards
 
 _KEY = "_shoal_placement"
@@ -34,6 +35,7 @@ class Placement:
     split: Split | None = None
     replica: Replica | None = None
     shards: "Shards | None" = None
+    pipeline: "Pipeline | None" = None
     model: nn.Module | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
@@ -58,14 +60,14 @@ class Placement:
 
     def settle(self) -> None:
         """After the last backward of a step: what the reduction over the data ranks leaves to do."""
-        for part in (self.shards, self.replica, self.split):
+        for part in (self.shards, self.replica, self.split, self.pipeline):
             if part is not None:
                 part.settle()
 
     @property
     def is_cut(self) -> bool:
         """Ranks hold different parts of the model, so that they must call it equally often, evaluation included."""
-        return self.shards is not None or self.split is not None
+        return self.shards is not None or self.split is not None or self.pipeline is not None
 
     @contextlib.contextmanager
     def quiet_norms(self, live: bool) -> Iterator[None]:
@@ -88,15 +90,20 @@ def place(
     plan: Mapping[str, str] | None = None,
     sample: Sample | None = None,
     value: Callable[[str], Tensor] | None = None,
+    stages: Sequence[Sequence[str]] = (),
+    costs: "Costs | None" = None,
 ) -> nn.Module:
     """Spread a model over a world; it stays the same module, with the same parameter names.
 
     After it, `loss.backward()` leaves the mean over the data ranks of each rank's gradient in `.grad`.
-    Order (an invariant): statistics over the global batch, tensor split, recompute, compile, then shards or replicas.
+    Order (an invariant): survey for the pipeline, statistics over the global batch, tensor split, pipeline cut,
+    recompute, compile, then shards or replicas.
 
     Args:
         plan: how tensor parallelism splits the model, glob -> style; inferred where it is left out.
         sample: (args, kwargs) that the model may be called with; tensor parallelism looks at it.
+        stages: the modules of each pipeline stage, by name; balanced by `costs` where it is left out.
+        costs: names of modules -> the work of each in one forward; by their parameters where it is left out.
         value: gives a parameter by its name, whole, where they are on `meta`; each is there for a moment only.
 
     Raises:
@@ -111,6 +118,8 @@ def place(
     if world.size * world.layout.micro > 1:
         check_no_hooks(model)
     placement = Placement(world, model=model)
+    if world.layout.pp > 1:
+        placement.pipeline = _survey(model, world, sample, stages, costs)
     _place_norms(model, world, placement, batch_norm)
     held = model.state_dict(keep_vars=True)
     parts = {name: Part.whole(tensor.shape) for name, tensor in held.items() if isinstance(tensor, Tensor)}
@@ -122,6 +131,9 @@ def place(
             )
         placement.split = split_tensors(model, world, plan=plan, sample=sample)
         parts |= placement.split.parts
+    if placement.pipeline is not None:
+        glued = [region.name for region in placement.split.regions] if placement.split is not None else []
+        parts = placement.pipeline.cut(parts, glued)
     _place_blocks(model, world)
     if world.mesh.sizes["fsdp"] > 1:
         from shoal.parallel.shard import Shards  # with DTensor and more: half a second that others need not pay
@@ -131,7 +143,7 @@ def place(
             parts[name] = parts[name].take(0, [rows], "fsdp")
     if value is not None:
         _allocate(model, world.device)
-    if world.mesh.sizes["fsdp"] == 1 and world.num_data > 1:
+    if world.mesh.sizes["fsdp"] == 1 and world.num_data > 1 and placement.pipeline is None:
         placement.replica = Replica(model, world)
     if placement.split is not None:
         placement.split.show_outputs()
@@ -140,6 +152,19 @@ def place(
     keep_parts(model, parts)
     model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
     return model
+
+
+def _survey(
+    model: nn.Module, world: World, sample: Sample | None, stages: Sequence[Sequence[str]], costs: "Costs | None"
+) -> "Pipeline":
+    from shoal.parallel.pipeline import Pipeline
+
+    if sample is None:
+        raise LayoutError(
+            f"{world.layout}: a pipeline looks at what the model does with one sample, and was given none. Pass one to "
+            "shoal.place(model, world, sample=((inputs,), {})); the data of a job must have an index for it."
+        )
+    return Pipeline(model, world, sample, stated=stages, costs=costs)
 
 
 def _check_shards(world: World) -> None:

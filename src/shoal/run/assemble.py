@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -117,7 +118,7 @@ def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Reci
 
     The ranks of tp count what they compute, and what is not split each of them computes.
     """
-    looks = world.mesh.sizes["tp"] > 1 and recipes is None
+    looks = world.layout.pp > 1 or (world.mesh.sizes["tp"] > 1 and recipes is None)
     sample = _sample_call(job, world, data) if looks else None
     whole_flops = _forward_flops(model, sample)
     place(
@@ -127,8 +128,40 @@ def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Reci
         plan=job.tensor_plan(),
         sample=sample,
         value=None if recipes is None else lambda name: recipes.value(name, functools.partial(_seed_for, job)),
+        stages=_stages(job, model),
+        costs=functools.partial(_flops_of, model, sample),
     )
+    if world.layout.pp > 1:
+        return 1.0
     return whole_flops / (_forward_flops(model, sample) * world.mesh.sizes["tp"])
+
+
+def _stages(job: Job, model: nn.Module) -> list[list[str]]:
+    """The modules of each pipeline stage, where the job or the model states them."""
+    own = getattr(model, "stages", None)  # a convention of shoal's; in many models a list of modules
+    told = job.stages(model) or (own() if callable(own) and not isinstance(own, nn.Module) else ())
+    return [list(names) for names in told]
+
+
+def _flops_of(model: nn.Module, sample: Sample | None, names: Sequence[str]) -> dict[str, float]:
+    """The FLOPs of each of these modules in a forward of the sample."""
+    found: dict[str, float] = dict.fromkeys(names, 0.0)
+    begun: dict[str, int] = {}
+    assert sample is not None, "place has refused a pipeline without a sample"
+    with without_trace(model), torch.no_grad(), count_flops() as count, contextlib.ExitStack() as hooks:
+
+        def begin(name: str, *_: Any) -> None:
+            begun[name] = count.model
+
+        def end(name: str, *_: Any) -> None:
+            found[name] += count.model - begun[name]
+
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.callback(module.register_forward_pre_hook(functools.partial(begin, name)).remove)
+            hooks.callback(module.register_forward_hook(functools.partial(end, name)).remove)
+        model(*sample[0], **sample[1])
+    return found
 
 
 def _say_what_is_odd(run: Run, note: str, taken: str) -> None:

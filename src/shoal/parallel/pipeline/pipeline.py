@@ -1,0 +1,425 @@
+"""A model over the axis pp: surveyed, cut into stages, run by a schedule."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.errors import JobError, LayoutError
+from shoal.parallel.blocks import find_blocks
+from shoal.parallel.parts import Part
+from shoal.parallel.pipeline.atoms import find_atoms
+from shoal.parallel.pipeline.program import Cut, Program, balance, holders
+from shoal.parallel.pipeline.reduce import LateReduction
+from shoal.parallel.pipeline.schedule import Schedule, stages_of
+from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
+from shoal.parallel.pipeline.walk import Finished, StageWalk, Survey, View
+from shoal.parallel.swap import become
+from shoal.world import World
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+Costs = Callable[[Sequence[str]], Mapping[str, float]]  # the work of these modules in one forward
+Seed = Callable[[int, int], None]  # (micro-batch, stage; -1: what all stages share) -> torch's generator is seeded
+_KEY = "_shoal_pipeline"
+
+
+def _no_seed(number: int, stage: int) -> None:
+    pass
+
+
+class Pipeline:
+    """A model whose modules are spread over stages. Every rank keeps the model, and of its tensors those of its stages.
+
+    Args:
+        sample: what the model may be called with.
+        stated: the modules of each stage, where the job or the model says them.
+        costs: the work of modules; by their parameters, where it is left out.
+
+    Attributes:
+        stages: of this rank.
+        owner: the stage of every atom.
+        shares: of every stage, its share of the work, 0 to 1.
+
+    Raises:
+        LayoutError: the model cannot be cut into so many stages; says why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        sample: Sample,
+        *,
+        stated: Sequence[Sequence[str]] = (),
+        costs: Costs | None = None,
+    ) -> None:
+        if stated and len(stated) != world.layout.num_stages:
+            raise LayoutError(
+                f"{world.layout} has {world.layout.num_stages} stages, and stages() names {len(stated)}. Change one."
+            )
+        _check(model)
+        self._world, self._model, self._stated = world, model, stated
+        self._num_stages = world.layout.num_stages
+        self.atoms = find_atoms(model, self._num_stages, stated)
+        self._view, self._mode = View(), FakeTensorMode(allow_non_fake_inputs=True)
+        self._skeleton = self._copied(model)
+        self._params = list(model.parameters())
+        self._view.put_on(self._skeleton, self.atoms)
+        self._programs: dict[Any, Program] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._seed: Seed = _no_seed
+        self._sample = self._program(*sample)
+        self._work = self._measured(costs)
+        self.owner: dict[str, int] = {}
+        self.shares: list[float] = []
+        self.stages: list[Stage] = []
+
+    # -- placement -----------------------------------------------------------------------------------------
+
+    def cut(self, parts: Mapping[str, Part], glued: Sequence[str] = ()) -> dict[str, Part]:
+        """Choose the stages, and drop what is of other ranks; returns what this rank holds of each tensor.
+
+        Args:
+            parts: what it held of each before.
+            glued: modules that no cut may part.
+        """
+        work = self._work
+        self.owner = self._owners(work, glued)
+        total = sum(work.values()) or 1.0
+        self.shares = [sum(c for a, c in work.items() if self.owner[a] == s) / total for s in range(self._num_stages)]
+        self._sample_cut = Cut.of(self._sample, self.owner, self._num_stages)
+        held = self._drop(parts)
+        self._view.put_on(self._model, self.atoms)
+        self._model.__dict__[_KEY] = self
+        become(self._model, _Root)
+        pp, rank = self._world.layout.pp, self._world.mesh.coordinate(self._world.rank, "pp")
+        ours = stages_of(self._world.layout, rank)
+        self.stages = [
+            Stage(
+                index,
+                self._num_stages,
+                device=self._world.device,
+                group=self._group,
+                run=self._run,
+                params=self._params_of(index),
+            )
+            for index in ours
+        ]
+        self._schedule = Schedule(self._world.layout, self.stages)
+        self._last_rank = next(r for r in range(pp) if self._num_stages - 1 in stages_of(self._world.layout, r))
+        self.reduction = LateReduction(self._model, self._world, self._holders_of_param)
+        self._world.at_close(self._close)
+        return held
+
+    def _close(self) -> None:
+        self.stages.clear()
+        self.reduction.close()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._world.axis_group("pp")
+        assert group is not None, "an axis that is cut has a group"
+        return group
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the model's output."""
+        return any(stage.is_last for stage in self.stages)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
+        raise JobError(
+            "a model in a pipeline cannot be copied: each rank holds its stages alone. Copy it before it is placed; or, "
+            "for an average of the weights, keep `{name: param.detach().clone()}` of the parameters, and lerp_ them."
+        )
+
+    def _measured(self, costs: Costs | None) -> dict[str, float]:
+        called = self._sample.atoms
+        numel = {a: float(sum(p.numel() for p in self._skeleton.get_submodule(a).parameters())) for a in called}
+        if costs is None:
+            return numel
+        flops = costs(called)
+        return {atom: flops[atom] + numel[atom] for atom in called}  # each weight is read, and updated, once a step
+
+    def _owners(self, work: Mapping[str, float], glued: Sequence[str]) -> dict[str, int]:
+        called = self._sample.atoms
+        together = [[a for a in called if not name or a.startswith(f"{name}.")] for name in glued]
+        pairs = [(inside[0], inside[-1]) for inside in together if len(inside) > 1]
+        if self._stated:
+            owner = {name: stage for stage, names in enumerate(self._stated) for name in names}
+        elif self._world.layout.split:
+            owner = self._split_as_told(self._world.layout.split)
+        else:
+            owner = balance(self._sample, work, self._num_stages, pairs)
+        stage = 0
+        for atom in self.atoms:  # one that the sample did not call: where its neighbour is
+            stage = owner.setdefault(atom, stage)
+        return owner
+
+    def _split_as_told(self, cuts: Sequence[int]) -> dict[str, int]:
+        blocks, order = find_blocks(self._skeleton), self._sample.atoms
+        if cuts[-1] >= len(blocks):
+            raise LayoutError(
+                f"{self._world.layout}: split names block {cuts[-1]}, and the model has {len(blocks)} blocks, "
+                f"0 to {len(blocks) - 1}."
+            )
+        begins = [order.index(blocks[cut]) for cut in cuts]
+        return {atom: sum(place >= begin for begin in begins) for place, atom in enumerate(order)}
+
+    def _drop(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Leave of each tensor that is of other ranks only its number of dims."""
+        layout = self._world.layout
+        rank = self._world.mesh.coordinate(self._world.rank, "pp")
+        rank_of = {stage: r for r in range(layout.pp) for stage in stages_of(layout, r)}
+        contents = {atom: _names_below(self._skeleton, atom) for atom in self.atoms}
+        found = holders(self._sample, self._sample_cut, contents)
+        for atom, stage in self.owner.items():
+            for name in contents[atom]:
+                found.setdefault(name, set()).add(stage)
+        named: dict[int, tuple[Tensor, list[str]]] = {}
+        for name, tensor in _named_tensors(self._model):
+            named.setdefault(id(tensor), (tensor, []))[1].append(name)
+        shapes = dict(self._skeleton.named_parameters(remove_duplicate=False))
+        self._stages_of_param: dict[str, set[int]] = {}
+        self._holders_of_param: dict[str, list[int]] = {}
+        self._shapes: dict[int, Tensor] = {}
+        held = dict(parts)
+        for tensor, names in named.values():
+            stages = set().union(*(found.get(name, set()) for name in names))
+            if not stages and not isinstance(tensor, nn.Parameter):
+                continue  # a buffer outside of all atoms: every rank computes with it
+            ranks = sorted({rank_of[stage] for stage in stages} or {0})
+            if isinstance(tensor, nn.Parameter):
+                self._holders_of_param[names[0]], self._stages_of_param[names[0]] = ranks, stages
+            own = tensor if rank in ranks else _emptied(tensor)
+            for name in names:
+                _put(self._model, name, own)
+                if name in parts:
+                    part = replace(parts[name], axes=(*parts[name].axes, "pp"))
+                    if rank not in ranks:
+                        part = replace(part, boxes=())
+                    held[name] = replace(part, is_copy=rank in ranks[1:])
+            if own is not tensor and isinstance(own, nn.Parameter):
+                self._shapes[id(own)] = shapes[names[0]]
+        return held
+
+    def _params_of(self, stage: int) -> list[nn.Parameter]:
+        named = dict(self._model.named_parameters())
+        return [named[name] for name, stages in self._stages_of_param.items() if stage in stages and name in named]
+
+    # -- programs ------------------------------------------------------------------------------------------
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        """The model with shapes for parameters, and for the buffers of atoms; it takes no memory."""
+        inside = {id(b) for atom in self.atoms for b in model.get_submodule(atom).buffers()}
+        memo: dict[int, Any] = {}
+        self._names: dict[int, str] = {}
+        for name, param in model.named_parameters():
+            fake = nn.Parameter(self._mode.from_tensor(param.detach()), requires_grad=param.requires_grad)
+            memo[id(param)] = fake
+            self._names[id(fake)] = name
+        for buffer in model.buffers():
+            memo[id(buffer)] = self._mode.from_tensor(buffer) if id(buffer) in inside else buffer
+        try:
+            skeleton = copy.deepcopy(model, memo)
+        except Exception as error:  # whatever a user's class does when it is copied
+            raise LayoutError(
+                f"{self._world.layout}: a pipeline keeps a copy of the model's structure, and {type(model).__name__} "
+                f"cannot be copied ({type(error).__name__}: {error}). Let it be copied (copy.deepcopy), or take a "
+                "layout without pp."
+            ) from error
+        for module in skeleton.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+        return skeleton
+
+    def _program(self, args: Any, kwargs: Any) -> Program:
+        """Of a call with these inputs; surveyed once for all that are alike."""
+        key = self._signature(args, kwargs)
+        if key not in self._programs:
+            self._programs[key] = self._survey(args, kwargs)
+        return self._programs[key]
+
+    def _plan(self, args: Any, kwargs: Any) -> Plan:
+        key = self._signature(args, kwargs)
+        if key not in self._plans:
+            program = self._program(args, kwargs)
+            strangers = [atom for atom in program.atoms if atom not in self.owner]
+            assert not strangers, "every atom has an owner"
+            self._plans[key] = Plan(program, Cut.of(program, self.owner, self._num_stages))
+        return self._plans[key]
+
+    def _signature(self, args: Any, kwargs: Any) -> Any:
+        leaves = [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in tree_leaves((args, kwargs))
+        ]
+        modes = tuple(module.training for module in self._model.modules())
+        trained = tuple(param.requires_grad for param in self._params)
+        half = torch.get_autocast_dtype(self._world.device.type) if torch.is_autocast_enabled() else None
+        return tuple(leaves), hash(modes), hash(trained), torch.is_grad_enabled(), half
+
+    def _survey(self, args: Any, kwargs: Any) -> Program:
+        for ours, theirs in zip(self._skeleton.modules(), self._model.modules(), strict=True):
+            ours.training = theirs.training
+        for shape, param in zip(self._skeleton.parameters(), self._params, strict=True):
+            shape.requires_grad_(param.requires_grad)
+        survey = Survey(self._mode, self._names)
+        with _unchanged(self._skeleton), self._view.walking(survey), survey:
+            output = self._skeleton(*args, **kwargs)
+        return survey.end(output)
+
+    def settle(self) -> None:
+        """After the last backward of a step: add up over stages and data ranks."""
+        self.reduction.settle()
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        calls: Sequence[Sample],
+        on_output: Callable[[Any, int], Any],
+        *,
+        has_backward: bool,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        seed: Seed = _no_seed,
+    ) -> None:
+        """All micro-batches through all stages; collective.
+
+        Args:
+            calls: what the model is called with, micro-batch by micro-batch.
+            on_output: called in the last stage alone, with the model's output and the number of the micro-batch; gives
+                the loss to go backward from.
+            around: put around every forward (autocast).
+            seed: seeds the random stream of a micro-batch.
+        """
+        self._around, self._seed = around, seed
+        with around(), torch.enable_grad() if has_backward else torch.no_grad():
+            chunks = [Chunk(self._plan(*call), *call, number) for number, call in enumerate(calls)]
+        self._schedule.run(chunks, on_output, has_backward=has_backward)
+
+    def _run(self, stage: int, chunk: Chunk, inputs: list[Tensor]) -> Any:
+        received = dict(zip(chunk.plan.cut.enters[stage], inputs, strict=True))
+        streams = _Streams(self._seed, chunk.number, stage, self._world.device)
+        walk = StageWalk(chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own)
+        try:
+            with self._around(), self._view.walking(walk):
+                return self._model(*chunk.args, **chunk.kwargs)
+        except Finished:
+            return walk.leaves()
+
+    def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's own forward: as a walk sees it, or, without one, over all stages."""
+        walk = self._view.walk
+        if walk is None:
+            return self._whole(args, kwargs)
+        assert isinstance(walk, StageWalk)
+        with walk:
+            output = call(*args, **kwargs)
+        return walk.end(output)
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        """The output on every rank; collective. Without gradient."""
+        if torch.is_grad_enabled() and any(param.requires_grad for param in self._params):
+            raise JobError(
+                "in a pipeline no rank can run the model forward and backward by itself. Let `run.steps()` do it; to "
+                "look at outputs, call the model under torch.no_grad(), on all ranks."
+            )
+        found: list[Any] = []
+        self.run([(args, kwargs)], lambda output, number: found.append(output), has_backward=False)
+        result = found[0] if found else self._plan(args, kwargs).program.result
+        source = dist.get_global_rank(self._group, self._last_rank)
+        return tree_map_only(Tensor, lambda tensor: self._shared(tensor, source), result)
+
+    def _shared(self, tensor: Tensor, source: int) -> Tensor:
+        if self._world.rank == source:
+            own = tensor.detach().contiguous()
+        else:
+            own = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+        if own.numel():
+            dist.broadcast(own.view(-1).view(torch.uint8), source, group=self._group)
+        return own
+
+
+class _Root:
+    """The model itself, in a pipeline."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_KEY].forward(super().forward, args, kwargs)  # type: ignore[misc]  # of the user's class
+
+
+class _Streams:
+    """Random numbers: what is between atoms draws the same in every stage, and atoms their stage's own."""
+
+    def __init__(self, seed: Seed, number: int, stage: int, device: torch.device) -> None:
+        self._kind: Any = torch.cuda if device.type == "cuda" else torch
+        self._own: Tensor | None = None
+        self._is_on = seed is not _no_seed
+        if self._is_on:
+            seed(number, stage)
+            self._own = self._kind.get_rng_state()
+            seed(number, -1)
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Around an atom."""
+        if not self._is_on:
+            yield
+            return
+        common = self._kind.get_rng_state()
+        self._kind.set_rng_state(self._own)
+        yield
+        self._own = self._kind.get_rng_state()
+        self._kind.set_rng_state(common)
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise JobError(
+                f"{name} has sparse gradients (sparse=True), which a pipeline does not add up. Take dpN, or sparse=False."
+            )
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _names_below(model: nn.Module, atom: str) -> list[str]:
+    return [f"{atom}.{name}" for name, _ in _named_tensors(model.get_submodule(atom))]
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    """Nothing, of as many dims."""
+    empty = tensor.detach().new_empty((0, *tensor.shape[1:]))
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    param = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    param.__dict__.update(tensor.__dict__)  # what a job wrote on it
+    return param
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _unchanged(skeleton: nn.Module) -> Iterator[None]:
+    """Afterwards random numbers, and the buffers that the model shares, are as they were."""
+    real = [(b, b.detach().clone()) for b in skeleton.buffers() if not hasattr(b, "fake_mode")]
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, value in real:
+                buffer.copy_(value)

@@ -1,0 +1,254 @@
+"""One stage, as torch's schedules know it: what a micro-batch is, what is sent, how backward is run.
+
+torch's schedules say when each action runs and in which order tensors are sent; this class says what the actions are.
+What crosses from stage to stage is one message per micro-batch and direction, of the size that the program states, so
+that micro-batches may differ in shape, and a value without gradient is told from one whose gradient is zero.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from shoal.parallel.pipeline.program import Cut, Meta, Program
+
+_ALIGNED = 64  # bytes; kernels read faster from here
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the forward of one micro-batch does, and where."""
+
+    program: Program
+    cut: Cut
+
+    def entering(self, stage: int) -> list[Meta]:
+        """What a stage is sent."""
+        return [self.program.values[value] for value in self.cut.enters[stage]]
+
+    def leaving(self, stage: int) -> list[Meta]:
+        """What it sends."""
+        return [self.program.values[value] for value in self.cut.leaves(stage)]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A micro-batch: what its forward does, and what the model is called with."""
+
+    plan: Plan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    number: int
+
+
+def pack(tensors: Sequence[Tensor | None], metas: Sequence[Meta], device: torch.device) -> Tensor:
+    """One message of bytes: which are there, then each."""
+    starts, size = _places(metas)
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    for place, (tensor, meta, start) in enumerate(zip(tensors, metas, starts, strict=True)):
+        if tensor is not None:
+            message[place] = 1
+            _at(message, meta, start).copy_(tensor.detach())
+    return message
+
+
+def unpack(message: Tensor, metas: Sequence[Meta]) -> list[Tensor | None]:
+    """What `pack` was given, in the memory of the message."""
+    starts, _ = _places(metas)
+    there = message[: len(metas)].tolist()
+    return [_at(message, meta, at) if yes else None for yes, meta, at in zip(there, metas, starts, strict=True)]
+
+
+def _places(metas: Sequence[Meta]) -> tuple[list[int], int]:
+    starts, at = [], _rounded(len(metas))
+    for meta in metas:
+        starts.append(at)
+        at += _rounded(meta.numel * meta.dtype.itemsize)
+    return starts, at
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _at(message: Tensor, meta: Meta, start: int) -> Tensor:
+    return message[start : start + meta.numel * meta.dtype.itemsize].view(meta.dtype).view(meta.shape)
+
+
+class Stage(_PipelineStageBase):
+    """A stage of this rank.
+
+    Args:
+        run: runs the forward: (stage, chunk, values received) -> the model's output in the last stage, else the
+            tensors that leave.
+        params: its parameters.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        run: Callable[[int, Chunk, list[Tensor]], Any],
+        params: Sequence[nn.Parameter],
+    ) -> None:
+        super().__init__(nn.Module(), index, num_stages, device, group)  # an empty module: what runs is ours
+        self._run, self._params = run, list(params)
+        self._chunks: Sequence[Chunk] = ()
+        self._inbox: dict[tuple[str, int], Tensor] = {}  # messages that are on the way
+        self._local: dict[tuple[str, int], list[Tensor | None]] = {}  # from a stage of this rank
+        self._alive: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # outputs and inputs, until their backward
+        self._leaving: dict[tuple[str, int], list[Tensor | None]] = {}
+        self._halfway: dict[int, Callable[[], Any]] = {}  # what is left of a backward that was split
+        self.most_alive = 0  # micro-batches whose activations were kept at one time
+
+    def begin(self, chunks: Sequence[Chunk], *, has_backward: bool) -> None:
+        """Before a step over these micro-batches."""
+        self._chunks, self.has_backward, self.chunks = chunks, has_backward, len(chunks)
+        self.most_alive = 0
+        for kept in (self._inbox, self._local, self._alive, self._leaving, self._halfway):
+            kept.clear()  # of a step that failed
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The values that come from the stage before."""
+        metas = [] if self.is_first else self._plan(fwd_chunk_id).entering(self.stage_index)
+        return self._receive("values", fwd_chunk_id, metas, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The gradients that come from the stage after."""
+        metas = self._with_gradient(self._plan(bwd_chunk_id).leaving(self.stage_index)) if self.has_backward else []
+        return self._receive("gradients", bwd_chunk_id, metas, self.stage_index + 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The values that go to the stage after."""
+        return self._send(
+            "values", fwd_chunk_id, self._plan(fwd_chunk_id).leaving(self.stage_index), self.stage_index + 1
+        )
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The gradients that go to the stage before."""
+        metas = self._with_gradient(self._plan(bwd_chunk_id).entering(self.stage_index)) if self.has_backward else []
+        return self._send("gradients", bwd_chunk_id, metas, self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Values of a stage of this rank."""
+        self._local["values", mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Gradients for a stage of this rank."""
+        return tuple(self._leaving.pop(("gradients", mb_index), ()))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Gradients of a stage of this rank."""
+        self._local["gradients", mb_index] = list(next_stage_bwd_outputs)
+
+    def _receive(self, what: str, chunk: int, metas: Sequence[Meta], stage: int) -> list[dist.P2POp]:
+        if not metas:
+            return []
+        message = torch.empty(_places(metas)[1], dtype=torch.uint8, device=self.device)
+        self._inbox[what, chunk] = message
+        return [dist.P2POp(dist.irecv, message, self._resolve_peer_global_rank(stage), self.group)]
+
+    def _send(self, what: str, chunk: int, metas: Sequence[Meta], stage: int) -> list[dist.P2POp]:
+        tensors = self._leaving.pop((what, chunk), [])
+        if not metas:
+            return []
+        message = pack(tensors, metas, self.device)
+        return [dist.P2POp(dist.isend, message, self._resolve_peer_global_rank(stage), self.group)]
+
+    def _taken(self, what: str, chunk: int, metas: Sequence[Meta]) -> list[Tensor | None]:
+        if (what, chunk) in self._local:
+            return self._local.pop((what, chunk))
+        return unpack(self._inbox.pop((what, chunk)), metas) if metas else []
+
+    @staticmethod
+    def _with_gradient(metas: Sequence[Meta]) -> list[Meta]:
+        return [meta for meta in metas if meta.requires_grad]
+
+    def _plan(self, chunk: int) -> Plan:
+        return self._chunks[chunk].plan
+
+    # -- actions -------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """The forward of one micro-batch."""
+        metas = [] if self.is_first else self._plan(fwd_chunk_id).entering(self.stage_index)
+        inputs: list[Tensor] = []
+        for tensor, meta in zip(self._taken("values", fwd_chunk_id, metas), metas, strict=True):
+            assert tensor is not None, "every value is sent"
+            inputs.append(tensor.requires_grad_(meta.requires_grad and self.has_backward))
+        with torch.enable_grad() if self.has_backward else torch.no_grad():
+            outputs = self._run(self.stage_index, self._chunks[fwd_chunk_id], inputs)
+        if not self.is_last:
+            self._leaving["values", fwd_chunk_id] = list(outputs)
+        if self.has_backward:
+            self._alive[fwd_chunk_id] = ([] if self.is_last else list(outputs), inputs)
+            self.most_alive = max(self.most_alive, len(self._alive))
+        return outputs
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The backward of one micro-batch, in full, or of the inputs alone."""
+        if not self.has_backward:
+            return
+        outputs, inputs = self._alive.pop(bwd_chunk_id)
+        grads: list[Tensor | None] = [torch.ones_like(loss)] if self.is_last else []
+        if self.is_last:
+            outputs = [loss]
+        else:
+            leaving = self._plan(bwd_chunk_id).leaving(self.stage_index)
+            outputs = [tensor for tensor, meta in zip(outputs, leaving, strict=True) if meta.requires_grad]
+            grads = self._taken("gradients", bwd_chunk_id, self._with_gradient(leaving))
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        used = [(tensor, grad) for tensor, grad in zip(outputs, grads, strict=True) if grad is not None]
+        if full_backward:
+            _backward(used)
+        elif not wanted:
+            self._halfway[bwd_chunk_id] = lambda: _backward(used)
+        else:
+            # torch cuts the graph behind these tensors in place, which it cannot do to a view.
+            ends = [tensor.clone() for tensor, _ in used]
+            _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params))
+            self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params), groups)
+        self._leaving["gradients", bwd_chunk_id] = [tensor.grad for tensor in wanted]
+        for tensor in wanted:
+            tensor.grad = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The part of a backward that was left: the gradients of the weights."""
+        if self.has_backward:
+            self._halfway.pop(bwd_chunk_id)()
+
+    # -- what torch does and shoal does elsewhere -----------------------------------------------------------
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: gradients are sums, and are reduced when the step is over."""
+
+    def clear_runtime_states(self) -> None:
+        """Nothing: `begin` does."""
+
+    def _prepare_forward_infra(self, *unused: Any, **named: Any) -> None:
+        """Nothing: the program says what is sent."""
+
+    def _prepare_backward_infra(self, *unused: Any, **named: Any) -> None:
+        """Nothing."""
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
+        return ()
+
+
+def _backward(used: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if used:
+        torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])

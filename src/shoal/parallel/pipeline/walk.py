@@ -1,0 +1,366 @@
+"""A model's own forward, run from the viewpoint of one stage: what is elsewhere is a shape.
+
+The forward runs unchanged on every stage. A call of an atom of another stage gives back shapes without numbers
+(fake tensors), and so does a function on them; where a call of this stage is given such a shape, the tensor has come
+from the stage before. So residual sums, skip connections, masks and positions need no care of the user's, and no trace
+of the model is kept: what the model decides in Python it decides anew in each forward.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.errors import JobError, LayoutError
+from shoal.parallel.pipeline.program import Call, Cut, Meta, Program
+from shoal.parallel.swap import become
+
+_NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
+_WALK = "_shoal_walk"  # of an atom: where its walk is found, and its name
+_NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Finished(BaseException):  # so that no `except Exception` of a model stops it
+    """All calls of a stage have run; what follows in the forward is of later ones."""
+
+
+class Walk(TorchFunctionMode):
+    """Sees the calls of one forward: of atoms, and of functions that something of theirs goes into.
+
+    Attributes:
+        place: of the next call in the program.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = 0
+        self._next_value = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(_is_followed(leaf) for leaf in _leaves(args, kwargs)):
+            return self.function(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function between atoms, on values or parameters."""
+        raise NotImplementedError
+
+    def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """A call of an atom."""
+        raise NotImplementedError
+
+    def _number(self, made: list[Tensor]) -> tuple[int, ...]:
+        """The next numbers, written on these tensors."""
+        first, self._next_value = self._next_value, self._next_value + len(made)
+        for number, tensor in enumerate(made, first):
+            tensor.__dict__[_NUMBER] = number
+        self.place += 1
+        return tuple(range(first, self._next_value))
+
+
+def _is_followed(leaf: Any) -> bool:
+    return isinstance(leaf, nn.Parameter) or _NUMBER in getattr(leaf, "__dict__", ())
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    nested = kwargs or any(isinstance(arg, tuple | list | dict) for arg in args)
+    return tree_leaves((args, kwargs)) if nested else list(args)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _number_of(tensor: Tensor) -> int | None:
+    return tensor.__dict__.get(_NUMBER)
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _made(out: Any, changed: list[Tensor]) -> list[Tensor]:
+    """The tensors that a function has made or changed, each once."""
+    found = [t for t in _tensors(out) if not isinstance(t, nn.Parameter)] + changed
+    return list({id(t): t for t in found}.values())
+
+
+def run_atom(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The atom itself, with its hooks. An output that is an input becomes a view of it.
+
+    So a value has one number in the eyes of every stage.
+    """
+    given = {id(t) for t in _tensors((args, kwargs))}
+    out = nn.Module.__call__(module, *args, **kwargs)
+    return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in given else t, out)
+
+
+class Survey(Walk):
+    """Writes the program down: atoms run on fake tensors, what is between them on what it gets.
+
+    Args:
+        mode: of the fake tensors.
+        names: of the parameters, by id.
+    """
+
+    def __init__(self, mode: FakeTensorMode, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.program = Program()
+        self._mode, self._names = mode, names
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run it, and note what it used and made."""
+        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        versions = _versions(tensors)
+        uses = _uses(tensors)
+        try:
+            out = func(*args, **kwargs)
+        except _NO_NUMBERS as error:
+            raise LayoutError(
+                f"the model's own forward decides between its modules by numbers that parameters have made "
+                f"({_name(func)}), and only one stage of a pipeline has them. Do it inside of a module."
+            ) from error
+        changed = [t for t, before, now in zip(tensors, versions, _versions(tensors), strict=True) if before != now]
+        plain = next((t for t in changed if not isinstance(t, FakeTensor)), None)
+        if plain is not None:
+            raise LayoutError(
+                f"the model's own forward writes what parameters have made into a tensor of shape {tuple(plain.shape)} "
+                f"({_name(func)}, between its modules), and a pipeline cannot follow that. Use torch.cat or "
+                "torch.stack, or do it inside of a module."
+            )
+        self._note("", _name(func), uses, _made(out, changed), self._params(tensors))
+        return out
+
+    def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Run it on shapes, and note the same."""
+        tensors = _tensors((args, kwargs))
+        uses = _uses(tensors)
+        with _pop_mode_temporarily():  # out of sight of the walk
+            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+            given = _tensors((args, kwargs))
+            versions = _versions(given)
+            with _Touched(self._names) as touched, self._mode:
+                out = run_atom(module, args, kwargs)
+            is_changed = _versions(given) != versions
+        if is_changed:
+            raise LayoutError(
+                f"{name} changes what it is given, in place; a pipeline has sent that on as it was. Let it make a new "
+                "tensor, as x = x + y does."
+            )
+        self.program.outputs[self.place] = out
+        self._note(name, name, uses, _made(out, []), touched.names)
+        return out
+
+    def end(self, output: Any) -> Program:
+        """The program, given what the model has returned."""
+        self.program.returns, self.program.result = _uses(_tensors(output)), output
+        return self.program
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+    def _params(self, tensors: list[Tensor]) -> set[str]:
+        return {self._names[id(t)] for t in tensors if id(t) in self._names}
+
+    def _note(self, atom: str, name: str, uses: tuple[int, ...], made: list[Tensor], params: set[str]) -> None:
+        if made or atom:
+            makes = self._number(made)
+            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params)))
+            self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
+
+
+def _uses(tensors: list[Tensor]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(n for n in map(_number_of, tensors) if n is not None))
+
+
+class _Touched(TorchFunctionMode):
+    """Which parameters take part in what runs within."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._known = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in _leaves(args, kwargs or {}):
+            if isinstance(leaf, nn.Parameter) and id(leaf) in self._known:
+                self.names.add(self._known[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+class StageWalk(Walk):
+    """Runs what is of one stage, and passes over the rest.
+
+    Args:
+        received: by number, the values that the stage before has sent.
+        shapes: by the id of a parameter that is not here, a fake tensor of its shape.
+        around: put around each atom that runs here.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cut: Cut,
+        stage: int,
+        received: dict[int, Tensor],
+        shapes: Mapping[int, Tensor],
+        around: Around,
+    ) -> None:
+        super().__init__()
+        self._program, self._cut, self._stage = program, cut, stage
+        self._shapes, self._around = shapes, around
+        self._held = dict(received)  # by number: what this stage has, where it is wanted by number
+        self._sent = set(cut.leaves(stage))
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Here, on numbers; or as a shape."""
+        originals = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        uses = _uses(originals)
+        if uses:
+            is_here = max(self._home(value) for value in uses) == self._stage
+        else:  # parameters alone: their shape is known everywhere; what is made of them, in one stage
+            out = func(*self._as_shapes(args), **self._as_shapes(kwargs))
+            if not _made(out, []):
+                return out
+            is_here = self._cut.homes[self.place] == self._stage
+        convert = self._resolved if is_here else self._as_shapes
+        args, kwargs = convert(args), convert(kwargs)
+        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        versions = _versions(tensors)
+        with contextlib.nullcontext() if is_here else torch.no_grad():
+            out = func(*args, **kwargs)
+        pairs = zip(tensors, originals, versions, _versions(tensors), strict=True)
+        changed = [(tensor, original) for tensor, original, before, now in pairs if before != now]
+        made = _made(out, [tensor for tensor, _ in changed])
+        if made:
+            self._made(_name(func), made, is_here)
+            for tensor, original in changed:
+                original.__dict__[_NUMBER] = tensor.__dict__[_NUMBER]
+                self._held[tensor.__dict__[_NUMBER]] = tensor
+        return out
+
+    def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Here, or the shapes of what it gives."""
+        place = self.place
+        self._check_path(name)
+        is_here = self._cut.homes[place] == self._stage
+        if is_here:
+            with _pop_mode_temporarily(), self._around():
+                out = run_atom(module, self._resolved(args), self._resolved(kwargs))
+            _check_numbers(name, out)
+        else:
+            with _pop_mode_temporarily():
+                out = tree_map_only(Tensor, _again, self._program.outputs[place])
+        self._made(name, _made(out, []), is_here)
+        return out
+
+    def end(self, output: Any) -> Any:
+        """What the model has returned, with what came from stages before."""
+        return self._resolved(output)
+
+    def leaves(self) -> list[Tensor]:
+        """What the next stage is sent."""
+        # Of what is only passed on, a view: it has a backward of its own.
+        return [self._held[n].view_as(self._held[n]) for n in self._cut.leaves(self._stage)]
+
+    def _home(self, value: int) -> int:
+        return self._cut.made_in[value]
+
+    def _made(self, name: str, made: list[Tensor], is_here: bool) -> None:
+        self._check_path(name, len(made))
+        place = self.place
+        numbers = self._number(made)
+        if is_here:
+            self._held |= {n: t for n, t in zip(numbers, made, strict=True) if n in self._sent}
+        if place == self._cut.last[self._stage] and self._stage < self._cut.num_stages - 1:
+            raise Finished
+
+    def _check_path(self, name: str, num_made: int | None = None) -> None:
+        """The calls are those of the program."""
+        calls = self._program.calls
+        call = calls[self.place] if self.place < len(calls) else None
+        if call is None or call.name != name or num_made not in (None, len(call.makes)):
+            raise JobError(
+                f"the model's forward came to {name} where it {'came to ' + call.name if call else 'was at its end'} "
+                "before, with inputs of the same shapes. In a pipeline all stages must take the same path: let the "
+                "forward decide by shapes or settings, or decide inside of a module."
+            )
+
+    def _resolved(self, tree: Any) -> Any:
+        """With numbers for shapes."""
+        return tree_map_only(Tensor, self._resolve, tree)
+
+    def _resolve(self, tensor: Tensor) -> Tensor:
+        number = _number_of(tensor)
+        if number is None or not isinstance(tensor, FakeTensor):
+            return tensor
+        return self._held[number]
+
+    def _as_shapes(self, tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: self._shapes.get(id(t), t), tree)
+
+
+def _again(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _check_numbers(name: str, out: Any) -> None:
+    if any(isinstance(t, FakeTensor) for t in _tensors(out)):
+        raise JobError(
+            f"{name} was given a value of another stage in a way that a pipeline cannot see (inside of an object of "
+            "its own class). Pass tensors as arguments, in tuples, lists or dicts."
+        )
+
+
+class Atom:
+    """A module that no stage cuts, put under a walk."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Here, or in another stage."""
+        view, name = self.__dict__[_WALK]
+        if view.walk is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        return view.walk.atom(self, name, args, kwargs)
+
+
+class View:
+    """Where the atoms of a model find the walk that goes on, if any."""
+
+    def __init__(self) -> None:
+        self.walk: Walk | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "View":
+        return self
+
+    def put_on(self, model: nn.Module, names: list[str]) -> None:
+        """Put these modules under it, as atoms."""
+        for name in names:
+            module = model.get_submodule(name)
+            module.__dict__[_WALK] = (self, name)
+            become(module, Atom)
+
+    @contextlib.contextmanager
+    def walking(self, walk: Walk) -> Iterator[None]:
+        """Within: a forward is this walk's."""
+        before, self.walk = self.walk, walk
+        try:
+            yield
+        finally:
+            self.walk = before
