@@ -87,7 +87,7 @@ class Part:
         if not boxes:
             # Nothing, of the shape that the other dims have.
             boxes = [replace(box, local=_with(box.local, dim, 0), size=_with(box.size, dim, 0)) for box in self.boxes]
-        return Part(self.shape, tuple(boxes), (*self.axes, axis))
+        return replace(self, boxes=tuple(boxes), axes=(*self.axes, axis))
 
 
 def _intersect(box: Box, dim: int, start: int, stop: int, shift: int) -> list[Box]:

@@ -1,8 +1,9 @@
 """A mesh and a model -> the placed model: the one function that knows the order in which a model is spread."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -141,6 +142,8 @@ def place(
         placement.shards = Shards(model, world)
         for name, rows in placement.shards.rows.items():
             parts[name] = parts[name].take(0, [rows], "fsdp")
+        if placement.pipeline is not None:
+            placement.pipeline.shards = placement.shards
     if value is not None:
         _allocate(model, world.device)
     if world.mesh.sizes["fsdp"] == 1 and world.num_data > 1 and placement.pipeline is None:
@@ -149,6 +152,8 @@ def place(
         placement.split.show_outputs()
     if value is not None:
         _fill(model, parts, value)
+    if placement.pipeline is not None:
+        parts = _with_axes_of_holders(parts, world)
     keep_parts(model, parts)
     model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
     return model
@@ -165,6 +170,15 @@ def _survey(
             "shoal.place(model, world, sample=((inputs,), {})); the data of a job must have an index for it."
         )
     return Pipeline(model, world, sample, stated=stages, costs=costs)
+
+
+def _with_axes_of_holders(parts: dict[str, Part], world: World) -> dict[str, Part]:
+    """A tensor that is in other stages is cut there over axes that only they know of; every rank must name the same."""
+    held = {name: part.axes for name, part in parts.items() if part.boxes}
+    told: dict[str, list[str]] = {}
+    for row in world.gather_text(json.dumps(held)):
+        told |= json.loads(row)
+    return {name: replace(part, axes=tuple(told.get(name, part.axes))) for name, part in parts.items()}
 
 
 def _check_shards(world: World) -> None:

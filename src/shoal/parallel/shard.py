@@ -116,9 +116,31 @@ class Shards:
         finally:
             self._order.reduces = True
 
+    def hold(self) -> None:
+        """For a step of a pipeline: gather all, once; gradients add up on this rank until `settle`. Collective."""
+        if not self._order.is_held:
+            self._gather_all()
+
+    def _gather_all(self) -> None:
+        for unit in self._crew.units.values():
+            unit.hold()
+        self._uncut.run()
+        self._order.is_held = True
+
+    def _reduce_all(self) -> None:
+        self._order.is_held = False
+        for number in sorted({ROOT, *self._crew.units}, reverse=True):
+            self._crew.reduce(number)
+        self._root.finish()
+        self._uncut.average(self._world)
+        self._uncut.rest()
+        self._unused.settle()
+
     def settle(self) -> None:
-        """After the last backward: end it, where nothing of the model took part, so that its end went unseen."""
-        if self._order.awaits_backward:
+        """After the last backward: reduce what was held back; or end it, where nothing of the model took part."""
+        if self._order.is_held:
+            self._reduce_all()
+        elif self._order.awaits_backward:
             self._root._root_post_backward_final_callback()
 
     def own_gradients(self) -> dict[str, Tensor]:
@@ -131,6 +153,7 @@ class Shards:
     def forget(self) -> None:
         """Drop these gradients, as though their backward had not been."""
         self._order.forget()
+        self._order.is_held = False
         for unit in self._crew.units.values():
             unit.forget()
         self._uncut.forget()
@@ -139,10 +162,7 @@ class Shards:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Within: every rank holds all parameters, and may call the model alone, without gradient; collective."""
-        for unit in self._crew.units.values():
-            unit.hold()
-        self._uncut.run()
-        self._order.is_held = True
+        self._gather_all()
         try:
             with torch.no_grad():
                 yield

@@ -49,10 +49,16 @@ class Unit(FSDPParamGroup):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of one call. torch passes inputs with gradient through a node that tells when its backward is over."""
+        if self.order.is_held:
+            return args, kwargs
         passed, named = super().pre_forward(module, args, kwargs)
         if torch.is_grad_enabled():
             self.order.called(self.number, tells=passed is not args or named is not kwargs)
         return passed, named
+
+    def post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        """After one call."""
+        return output if self.order.is_held else super().post_forward(module, input, output)
 
     def unshard(self, async_op: bool = False) -> None:
         """Make it whole, in its turn."""
@@ -158,11 +164,12 @@ class UnitState(FSDPState):
     """The hooks around one module of fully_shard."""
 
     is_outermost: bool
+    is_held: Callable[[], bool]  # all is whole, and nothing is to be done around a forward or a backward
     on_end: Callable[[Callable[[], None]], None]  # given what torch does when the backward is over
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
         """A view would lose its hook if the caller changed it in place; where that matters, it is copied."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.is_held():
             return output
         if not self.is_outermost:
             output = tree_map_only(Tensor, _own, output)
@@ -170,6 +177,10 @@ class UnitState(FSDPState):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the root is whole, hook or not, and `settle` ends its backward
             return super()._register_pre_backward_hook(output)
+
+    def finish(self) -> None:
+        """What torch does at the end of a backward, and nothing of ours."""
+        super()._root_post_backward_final_callback()
 
     def _root_post_backward_final_callback(self) -> None:
         self.on_end(super()._root_post_backward_final_callback)
@@ -198,7 +209,7 @@ def adopt(module: nn.Module, order: Order, number: int, names: Mapping[int, str]
         )
     state: Any = module._get_fsdp_state()  # type: ignore[operator]  # an FSDPModule now
     state.__class__ = UnitState
-    state.is_outermost = number == 0
+    state.is_outermost, state.is_held = number == 0, lambda: order.is_held
     unit = state._fsdp_param_group
     if unit is not None:
         unit.__class__ = Unit

@@ -2,9 +2,10 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
 from shoal.parallel.pipeline.walk import Finished, StageWalk, Survey, View
 from shoal.parallel.swap import become
 from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.parallel.shard import Shards
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 Costs = Callable[[Sequence[str]], Mapping[str, float]]  # the work of these modules in one forward
@@ -70,16 +74,17 @@ class Pipeline:
         self.atoms = find_atoms(model, self._num_stages, stated)
         self._view, self._mode = View(), FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = self._copied(model)
-        self._params = list(model.parameters())
         self._view.put_on(self._skeleton, self.atoms)
         self._programs: dict[Any, Program] = {}
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = _no_seed
+        self._modes = self._modes_now()
         self._sample = self._program(*sample)
         self._work = self._measured(costs)
         self.owner: dict[str, int] = {}
         self.shares: list[float] = []
         self.stages: list[Stage] = []
+        self.shards: Shards | None = None
 
     # -- placement -----------------------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class Pipeline:
                 device=self._world.device,
                 group=self._group,
                 run=self._run,
-                params=self._params_of(index),
+                params=functools.partial(self._params_of, index),
             )
             for index in ours
         ]
@@ -260,15 +265,18 @@ class Pipeline:
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in tree_leaves((args, kwargs))
         ]
-        modes = tuple(module.training for module in self._model.modules())
-        trained = tuple(param.requires_grad for param in self._params)
         half = torch.get_autocast_dtype(self._world.device.type) if torch.is_autocast_enabled() else None
-        return tuple(leaves), hash(modes), hash(trained), torch.is_grad_enabled(), half
+        return tuple(leaves), self._modes, torch.is_grad_enabled(), half
+
+    def _modes_now(self) -> Any:
+        """What is training of the model, and what is trained."""
+        modules, params = self._model.modules(), self._model.parameters()
+        return tuple(module.training for module in modules), tuple(param.requires_grad for param in params)
 
     def _survey(self, args: Any, kwargs: Any) -> Program:
         for ours, theirs in zip(self._skeleton.modules(), self._model.modules(), strict=True):
             ours.training = theirs.training
-        for shape, param in zip(self._skeleton.parameters(), self._params, strict=True):
+        for shape, param in zip(self._skeleton.parameters(), self._model.parameters(), strict=True):
             shape.requires_grad_(param.requires_grad)
         survey = Survey(self._mode, self._names)
         with _unchanged(self._skeleton), self._view.walking(survey), survey:
@@ -299,10 +307,20 @@ class Pipeline:
             around: put around every forward (autocast).
             seed: seeds the random stream of a micro-batch.
         """
-        self._around, self._seed = around, seed
+        self._around, self._seed, self._modes = around, seed, self._modes_now()
         with around(), torch.enable_grad() if has_backward else torch.no_grad():
             chunks = [Chunk(self._plan(*call), *call, number) for number, call in enumerate(calls)]
-        self._schedule.run(chunks, on_output, has_backward=has_backward)
+        with self._gathered(has_backward):
+            self._schedule.run(chunks, on_output, has_backward=has_backward)
+
+    def _gathered(self, has_backward: bool) -> contextlib.AbstractContextManager[None]:
+        """Shards are gathered once for all micro-batches; gradients stay here until the step is settled."""
+        if self.shards is None:
+            return contextlib.nullcontext()
+        if not has_backward:
+            return self.shards.whole()
+        self.shards.hold()
+        return contextlib.nullcontext()
 
     def _run(self, stage: int, chunk: Chunk, inputs: list[Tensor]) -> Any:
         received = dict(zip(chunk.plan.cut.enters[stage], inputs, strict=True))
@@ -326,7 +344,7 @@ class Pipeline:
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
         """The output on every rank; collective. Without gradient."""
-        if torch.is_grad_enabled() and any(param.requires_grad for param in self._params):
+        if torch.is_grad_enabled() and any(param.requires_grad for param in self._model.parameters()):
             raise JobError(
                 "in a pipeline no rank can run the model forward and backward by itself. Let `run.steps()` do it; to "
                 "look at outputs, call the model under torch.no_grad(), on all ranks."

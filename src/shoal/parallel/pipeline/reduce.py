@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.parallel.parts import local_of
 from shoal.world import World
 
 _BUCKET_BYTES = 100 << 20
@@ -23,37 +24,34 @@ class LateReduction:
     """
 
     def __init__(self, model: nn.Module, world: World, holders: Mapping[str, Sequence[int]]) -> None:
-        named = dict(model.named_parameters())
         rank = world.mesh.coordinate(world.rank, "pp")
-        self._world, self._params = world, list(named.values())
-        self._held = [named[name] for name, ranks in holders.items() if rank in ranks]
-        self._elsewhere = [named[name] for name, ranks in holders.items() if rank not in ranks]
-        self._shared = [
-            (named[name], list(ranks)) for name, ranks in holders.items() if rank in ranks and len(ranks) > 1
-        ]
-        self._rank = rank
+        self._model, self._world = model, world  # parameters by name: shards take the places of whole ones
+        self._held = [name for name, ranks in holders.items() if rank in ranks]
+        self._shared = {name: ranks for name, ranks in holders.items() if rank in ranks and len(ranks) > 1}
 
     def close(self) -> None:
         """The world is gone; so are the ranks to add up with."""
-        self._shared = []
+        self._shared = {}
 
     def settle(self) -> None:
         """After the last backward of a step; collective."""
         if self._world.kind != "real":
             return
-        self._agree_on_use()
-        for param, ranks in self._shared:
-            if param.grad is not None:
-                self._add_over_stages(param.grad, ranks)
-        if self._world.num_data > 1:
-            for bucket in _buckets([p.grad for p in self._held if p.grad is not None]):
+        named = dict(self._model.named_parameters())
+        self._agree_on_use(list(named.values()))
+        grads = {name: named[name].grad for name in self._held}
+        for name, ranks in self._shared.items():
+            if (grad := grads[name]) is not None:
+                self._add_over_stages(local_of(grad), ranks)
+        if self._world.num_data > 1 and self._world.layout.fsdp == 1:  # shards are reduced already
+            for bucket in _buckets([grad for grad in grads.values() if grad is not None]):
                 self._average(bucket)
 
-    def _agree_on_use(self) -> None:
+    def _agree_on_use(self, params: Sequence[nn.Parameter]) -> None:
         """A parameter that any rank has used gets a gradient on all."""
-        counts = torch.tensor([p.grad is not None for p in self._params], dtype=torch.int32, device=self._world.device)
+        counts = torch.tensor([p.grad is not None for p in params], dtype=torch.int32, device=self._world.device)
         dist.all_reduce(counts, group=self._world.side_group)
-        for param, count in zip(self._params, counts.tolist(), strict=True):
+        for param, count in zip(params, counts.tolist(), strict=True):
             if count and param.grad is None:
                 param.grad = torch.zeros_like(param)
 

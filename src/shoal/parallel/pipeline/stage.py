@@ -86,7 +86,7 @@ class Stage(_PipelineStageBase):
     Args:
         run: runs the forward: (stage, chunk, values received) -> the model's output in the last stage, else the
             tensors that leave.
-        params: its parameters.
+        params: gives its parameters, as they are while it runs.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Stage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup,
         run: Callable[[int, Chunk, list[Tensor]], Any],
-        params: Sequence[nn.Parameter],
+        params: Callable[[], list[nn.Parameter]],
     ) -> None:
         super().__init__(nn.Module(), index, num_stages, device, group)  # an empty module: what runs is ours
-        self._run, self._params = run, list(params)
+        self._run, self._params = run, params
         self._chunks: Sequence[Chunk] = ()
         self._inbox: dict[tuple[str, int], Tensor] = {}  # messages that are on the way
         self._local: dict[tuple[str, int], list[Tensor | None]] = {}  # from a stage of this rank
@@ -220,8 +220,8 @@ class Stage(_PipelineStageBase):
         else:
             # torch cuts the graph behind these tensors in place, which it cannot do to a view.
             ends = [tensor.clone() for tensor, _ in used]
-            _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params))
-            self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params), groups)
+            _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params()))
+            self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params()), groups)
         self._leaving["gradients", bwd_chunk_id] = [tensor.grad for tensor in wanted]
         for tensor in wanted:
             tensor.grad = None
