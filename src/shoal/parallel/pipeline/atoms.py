@@ -66,7 +66,8 @@ def _beside(module: nn.Module, name: str, blocks: set[str]) -> list[str]:
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    """What it computes belongs to one stage; tables of positions, which are not saved, every stage makes for itself."""
+    return bool(module.state_dict(keep_vars=True))
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:

@@ -72,6 +72,9 @@ class Pipeline:
         self._world, self._model, self._stated = world, model, stated
         self._num_stages = world.layout.num_stages
         self.atoms = find_atoms(model, self._num_stages, stated)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # in evaluation; such tensors have no shape that could be told
         self._view, self._mode = View(), FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = self._copied(model)
         self._view.put_on(self._skeleton, self.atoms)
@@ -197,8 +200,8 @@ class Pipeline:
         held = dict(parts)
         for tensor, names in named.values():
             stages = set().union(*(found.get(name, set()) for name in names))
-            if not stages and not isinstance(tensor, nn.Parameter):
-                continue  # a buffer outside of all atoms: every rank computes with it
+            if not isinstance(tensor, nn.Parameter) and (not stages or names[0] not in parts):
+                continue  # outside of all atoms, or a table that is not saved: every rank computes with it
             ranks = sorted({rank_of[stage] for stage in stages} or {0})
             if isinstance(tensor, nn.Parameter):
                 self._holders_of_param[names[0]], self._stages_of_param[names[0]] = ranks, stages
@@ -239,9 +242,6 @@ class Pipeline:
                 f"cannot be copied ({type(error).__name__}: {error}). Let it be copied (copy.deepcopy), or take a "
                 "layout without pp."
             ) from error
-        for module in skeleton.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False
         return skeleton
 
     def _program(self, args: Any, kwargs: Any) -> Program:

@@ -1,10 +1,10 @@
 """What each rank of a pipeline does when, without processes: torch's order of actions, and a clock.
 
-    pp3:micro=4,schedule=1f1b, where a backward takes twice as long as a forward:
+pp3:micro=4,schedule=1f1b, where a backward takes twice as long as a forward:
 
-    rank 0  F0 F1 F2 .. .. .. .. B0-B0 F3 B1-B1 .. B2-B2 .. B3-B3
-    rank 1  .. F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3
-    rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3
+rank 0  F0 F1 F2 .. .. .. .. B0-B0 F3 B1-B1 .. B2-B2 .. B3-B3
+rank 1  .. F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3
+rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.layout import Layout
-from shoal.parallel.pipeline.schedule import _MULTI, Schedule, schedule_name, stages_of
+from shoal.parallel.pipeline.schedule import _MULTI, _SINGLE, schedule_name, stages_of
 
 Kind = Literal["F", "B", "I", "W"]
 Action = tuple[Kind, int, int]  # kind, stage, micro-batch
@@ -47,30 +47,31 @@ def timetable(layout: Layout, cost: Cost, *, message_s: float = 0.0) -> list[Spa
         message_s: from the end of an action to when another rank has what it made; nobody stands still for it.
     """
     orders = actions(layout)
-    num_stages = layout.num_stages
     home = {stage: rank for rank in range(layout.pp) for stage in stages_of(layout, rank)}
     takes_s = {(kind, stage): cost(kind, stage) for kind, stage in {action[:2] for order in orders for action in order}}
     spans: list[list[Span]] = [[] for _ in orders]
     done_s: dict[tuple[str, int, int], float] = {}
     waiting: dict[tuple[str, int, int], int] = {}  # for what -> which rank
-    free_s, ready = [0.0] * layout.pp, list(range(layout.pp))
+    ready = list(range(layout.pp))
     while ready:
         rank = ready.pop()
-        for kind, stage, micro in orders[rank][len(spans[rank]) :]:
-            wanted = [(made, at, micro) for made, at in needs(kind, stage, num_stages)]
+        own, free_s = spans[rank], spans[rank][-1].end_s if spans[rank] else 0.0
+        while len(own) < len(orders[rank]):
+            kind, stage, micro = orders[rank][len(own)]
+            wanted = [(made, at, micro) for made, at in needs(kind, stage, layout.num_stages)]
             missing = next((need for need in wanted if need not in done_s), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
             there_s = [done_s[need] + (message_s if home[need[1]] != rank else 0.0) for need in wanted]
-            start_s = max([free_s[rank], *there_s])
-            free_s[rank] = end_s = start_s + takes_s[kind, stage]
-            spans[rank].append(Span(rank, stage, kind, micro, start_s, end_s))
+            start_s = max([free_s, *there_s])
+            free_s = start_s + takes_s[kind, stage]
+            own.append(Span(rank, stage, kind, micro, start_s, free_s))
             made = (makes(kind), stage, micro)
-            done_s[made] = end_s
+            done_s[made] = free_s
             if made in waiting:
                 ready.append(waiting.pop(made))
-    assert not waiting, "a schedule that torch has validated comes to its end"
+    assert not waiting, f"{layout}: an order that torch has made comes to its end"
     return [span for own in spans for span in own]
 
 
@@ -97,32 +98,31 @@ def needs(kind: Kind, stage: int, num_stages: int) -> list[tuple[str, int]]:
 
 def actions(layout: Layout) -> list[list[Action]]:
     """Of every rank on pp, what it does in one optimizer step, in its order."""
-    if schedule_name(layout) not in _MULTI:
+    if schedule_name(layout) in _SINGLE:
         return [_dry_run(layout, rank) for rank in range(layout.pp)]
-    table = _table(layout)
-    return [list(_flat(table[rank])) for rank in range(layout.pp)]
+    table = _bare(_MULTI[schedule_name(layout)])([_Recorder(s, layout) for s in stages_of(layout, 0)], layout.micro)
+    return [list(_flat(table.pipeline_order[rank])) for rank in range(layout.pp)]
 
 
 def _dry_run(layout: Layout, rank: int) -> list[Action]:
-    """Where the order is a loop of torch's: what the loop does. (Its table for display is wrong: torch 2.13, 1F1B.)"""
+    """Where the order is a loop of torch's: what the loop does. Its table for display is wrong (torch 2.13, 1F1B)."""
     stage = _Recorder(rank, layout)
-    Schedule(layout, [stage]).run([None] * layout.micro, lambda *unused: None, has_backward=True)  # type: ignore[list-item]
+    loop = _bare(_SINGLE[schedule_name(layout)])(stage, layout.micro)
+    loop._stage_forward_initialized = True
+    loop._step_microbatches(return_outputs=False)
     return stage.order
 
 
-def _table(layout: Layout) -> dict[int, list[Any]]:
-    """Where it is a table: torch's, without the messages, which take minutes to place for large worlds."""
-    torchs = _MULTI[schedule_name(layout)]
-    bare = type(torchs.__name__, (torchs,), {"_prepare_schedule_with_comms": lambda self, order: None})
-    stages = [_Recorder(stage, layout) for stage in stages_of(layout, 0)]
-    table: dict[int, list[Any]] = bare(stages, layout.micro).pipeline_order
-    return table
+def _bare(schedule: Any) -> Any:
+    """torch's schedule without what is of no use here and takes minutes for 64 ranks: messages, table for display."""
+    nothing = {"_prepare_schedule_with_comms": lambda self, order: None, "_get_pipeline_order": lambda self: None}
+    return type(schedule.__name__, (schedule,), nothing)
 
 
 def _flat(row: Sequence[Any]) -> Iterator[Action]:
-    """A row of the table without gaps; of two actions that may overlap the first comes first."""
-    for action in row:
-        for part in action and (action.sub_actions or [action]) or ():
+    """A row of a table without its gaps; of two actions that may overlap the first comes first."""
+    for action in filter(None, row):
+        for part in action.sub_actions or [action]:
             yield part.computation_type.value, part.stage_index, part.microbatch_index
 
 
@@ -131,16 +131,18 @@ class _Recorder:
 
     def __init__(self, stage: int, layout: Layout) -> None:
         self.stage_index, self.num_stages = stage, layout.num_stages
-        self.group_rank, self.group_size = stage % layout.pp, layout.pp
         self.is_first, self.is_last = stage == 0, stage == layout.num_stages - 1
-        self.submod = None
+        self.group_rank, self.group_size = 0, layout.pp
+        self.submod = None  # torch looks whether it is compiled
         self.order: list[Action] = []
-        nothing: Callable[..., list[Any]] = lambda *unused, **named: []
-        self.begin = self.perform_reduce_grad = nothing
-        self.get_fwd_recv_ops = self.get_fwd_send_ops = self.get_bwd_recv_ops = self.get_bwd_send_ops = nothing
 
     def forward_one_chunk(self, chunk: int, *unused: Any, **named: Any) -> None:
         self.order.append(("F", self.stage_index, chunk))
 
     def backward_one_chunk(self, chunk: int, *unused: Any, **named: Any) -> None:
         self.order.append(("B", self.stage_index, chunk))
+
+    def _nothing(self, *unused: Any, **named: Any) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = perform_reduce_grad = _nothing

@@ -7,6 +7,7 @@ of the model is kept: what the model decides in Python it decides anew in each f
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.pipeline.program import Call, Cut, Meta, Program
@@ -156,8 +157,13 @@ class Survey(Walk):
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
             given = _tensors((args, kwargs))
             versions = _versions(given)
-            with _Touched(self._names) as touched, self._mode:
-                out = run_atom(module, args, kwargs)
+            kept = tree_map(_copied_object, (args, kwargs))
+            with _Touched(self._names) as touched:
+                try:
+                    with self._mode:
+                        out = run_atom(module, args, kwargs)
+                except _NO_NUMBERS:  # it decides by numbers: an expert that gets no token
+                    out = self._run_on_zeros(module, *kept)
             is_changed = _versions(given) != versions
         if is_changed:
             raise LayoutError(
@@ -167,6 +173,16 @@ class Survey(Walk):
         self.program.outputs[self.place] = out
         self._note(name, name, uses, _made(out, []), touched.names)
         return out
+
+    def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The shapes that a copy of it gives with weights and inputs of zeros, which takes its memory for a moment."""
+        fakes = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
+        memo: dict[int, Any] = {}
+        for fake in fakes:
+            real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+            memo[id(fake)] = nn.Parameter(real, fake.requires_grad) if isinstance(fake, nn.Parameter) else real
+        args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
+        return tree_map_only(Tensor, self._fake, run_atom(copy.deepcopy(module, memo), args, kwargs))
 
     def end(self, output: Any) -> Program:
         """The program, given what the model has returned."""
@@ -184,6 +200,22 @@ class Survey(Walk):
             makes = self._number(made)
             self.program.calls.append(Call(atom, name, uses, makes, frozenset(params)))
             self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
+
+
+def _copied_object(leaf: Any) -> Any:
+    """A cache that the module fills must not be filled twice."""
+    if isinstance(leaf, Tensor | str | int | float | bool | None):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # whatever a user's class does when it is copied
+        return leaf
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
 
 
 def _uses(tensors: list[Tensor]) -> tuple[int, ...]:
