@@ -207,9 +207,17 @@ def _copied_object(leaf: Any) -> Any:
     if isinstance(leaf, Tensor | str | int | float | bool | None):
         return leaf
     try:
-        return copy.deepcopy(leaf)
+        with _SharedTensors():
+            return copy.deepcopy(leaf)
     except Exception:  # whatever a user's class does when it is copied
         return leaf
+
+
+class _SharedTensors(TorchFunctionMode):
+    """What is copied within shares its tensors, which may be those of a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].detach() if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 def _zeros(tensor: Tensor) -> Tensor:
