@@ -75,7 +75,10 @@ class Pipeline:
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # in evaluation; such tensors have no shape that could be told
-        self._view, self._mode = View(), FakeTensorMode(allow_non_fake_inputs=True)
+        self._view = View()
+        ambient = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # where a layout is only planned
+        self._is_dry = ambient is not None
+        self._mode: FakeTensorMode = ambient or FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = self._copied(model)
         self._view.put_on(self._skeleton, self.atoms)
         self._programs: dict[Any, Program] = {}
@@ -229,11 +232,11 @@ class Pipeline:
         memo: dict[int, Any] = {}
         self._names: dict[int, str] = {}
         for name, param in model.named_parameters():
-            fake = nn.Parameter(self._mode.from_tensor(param.detach()), requires_grad=param.requires_grad)
+            fake = nn.Parameter(self._as_shape(param.detach()), requires_grad=param.requires_grad)
             memo[id(param)] = fake
             self._names[id(fake)] = name
         for buffer in model.buffers():
-            memo[id(buffer)] = self._mode.from_tensor(buffer) if id(buffer) in inside else buffer
+            memo[id(buffer)] = self._as_shape(buffer) if id(buffer) in inside else buffer
         try:
             skeleton = copy.deepcopy(model, memo)
         except Exception as error:  # whatever a user's class does when it is copied
@@ -243,6 +246,9 @@ class Pipeline:
                 "layout without pp."
             ) from error
         return skeleton
+
+    def _as_shape(self, tensor: Tensor) -> Tensor:
+        return tensor.clone() if self._is_dry else self._mode.from_tensor(tensor)
 
     def _program(self, args: Any, kwargs: Any) -> Program:
         """Of a call with these inputs; surveyed once for all that are alike."""
@@ -325,7 +331,9 @@ class Pipeline:
     def _run(self, stage: int, chunk: Chunk, inputs: list[Tensor]) -> Any:
         received = dict(zip(chunk.plan.cut.enters[stage], inputs, strict=True))
         streams = _Streams(self._seed, chunk.number, stage, self._world.device)
-        walk = StageWalk(chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own)
+        walk = StageWalk(
+            chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own, is_dry=self._is_dry
+        )
         try:
             with self._around(), self._view.walking(walk):
                 return self._model(*chunk.args, **chunk.kwargs)

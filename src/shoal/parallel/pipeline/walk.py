@@ -27,6 +27,7 @@ from shoal.parallel.pipeline.program import Call, Cut, Meta, Program
 from shoal.parallel.swap import become
 
 _NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
+_ELSEWHERE = "_shoal_elsewhere"  # of a tensor: it is a shape, and its numbers are in another stage
 _WALK = "_shoal_walk"  # of an atom: where its walk is found, and its name
 _NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -139,7 +140,7 @@ class Survey(Walk):
                 f"({_name(func)}), and only one stage of a pipeline has them. Do it inside of a module."
             ) from error
         changed = [t for t, before, now in zip(tensors, versions, _versions(tensors), strict=True) if before != now]
-        plain = next((t for t in changed if not isinstance(t, FakeTensor)), None)
+        plain = next((t for t in changed if _number_of(t) is None), None)
         if plain is not None:
             raise LayoutError(
                 f"the model's own forward writes what parameters have made into a tensor of shape {tuple(plain.shape)} "
@@ -252,6 +253,7 @@ class StageWalk(Walk):
         received: by number, the values that the stage before has sent.
         shapes: by the id of a parameter that is not here, a fake tensor of its shape.
         around: put around each atom that runs here.
+        is_dry: this stage has no numbers either, as where a layout is only planned.
     """
 
     def __init__(
@@ -262,10 +264,12 @@ class StageWalk(Walk):
         received: dict[int, Tensor],
         shapes: Mapping[int, Tensor],
         around: Around,
+        *,
+        is_dry: bool = False,
     ) -> None:
         super().__init__()
         self._program, self._cut, self._stage = program, cut, stage
-        self._shapes, self._around = shapes, around
+        self._shapes, self._around, self._is_dry = shapes, around, is_dry
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
 
@@ -304,7 +308,7 @@ class StageWalk(Walk):
         if is_here:
             with _pop_mode_temporarily(), self._around():
                 out = run_atom(module, self._resolved(args), self._resolved(kwargs))
-            _check_numbers(name, out)
+            self._check_numbers(name, out)
         else:
             with _pop_mode_temporarily():
                 out = tree_map_only(Tensor, _again, self._program.outputs[place])
@@ -329,6 +333,9 @@ class StageWalk(Walk):
         numbers = self._number(made)
         if is_here:
             self._held |= {n: t for n, t in zip(numbers, made, strict=True) if n in self._sent}
+        else:
+            for tensor in made:
+                tensor.__dict__[_ELSEWHERE] = True
         if place == self._cut.last[self._stage] and self._stage < self._cut.num_stages - 1:
             raise Finished
 
@@ -343,15 +350,20 @@ class StageWalk(Walk):
                 "forward decide by shapes or settings, or decide inside of a module."
             )
 
+    def _check_numbers(self, name: str, out: Any) -> None:
+        fakes = [t for t in _tensors(out) if isinstance(t, FakeTensor)]
+        if fakes and not self._is_dry:
+            raise JobError(
+                f"{name} was given a value of another stage in a way that a pipeline cannot see (inside of an object "
+                "of its own class). Pass tensors as arguments, in tuples, lists or dicts."
+            )
+
     def _resolved(self, tree: Any) -> Any:
         """With numbers for shapes."""
         return tree_map_only(Tensor, self._resolve, tree)
 
     def _resolve(self, tensor: Tensor) -> Tensor:
-        number = _number_of(tensor)
-        if number is None or not isinstance(tensor, FakeTensor):
-            return tensor
-        return self._held[number]
+        return self._held[tensor.__dict__[_NUMBER]] if _ELSEWHERE in tensor.__dict__ else tensor
 
     def _as_shapes(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda t: self._shapes.get(id(t), t), tree)
@@ -359,14 +371,6 @@ class StageWalk(Walk):
 
 def _again(tensor: Tensor) -> Tensor:
     return tensor.detach()
-
-
-def _check_numbers(name: str, out: Any) -> None:
-    if any(isinstance(t, FakeTensor) for t in _tensors(out)):
-        raise JobError(
-            f"{name} was given a value of another stage in a way that a pipeline cannot see (inside of an object of "
-            "its own class). Pass tensors as arguments, in tuples, lists or dicts."
-        )
 
 
 class Atom:
