@@ -133,7 +133,8 @@ def place(
         placement.split = split_tensors(model, world, plan=plan, sample=sample)
         parts |= placement.split.parts
     if placement.pipeline is not None:
-        glued = [region.name for region in placement.split.regions] if placement.split is not None else []
+        regions = placement.split.regions if placement.split is not None else []
+        glued = [[f"{region.name}.{layer}".strip(".") for layer in region.cuts] for region in regions]
         parts = placement.pipeline.cut(parts, glued)
     _place_blocks(model, world)
     if world.mesh.sizes["fsdp"] > 1:

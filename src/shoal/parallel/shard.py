@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.errors import JobError, LayoutError, WorldError
 from shoal.parallel.grouping import Grouping
 from shoal.parallel.order import ROOT, Order
+from shoal.parallel.outside import explain_reads
 from shoal.parallel.replicate import check_output
 from shoal.parallel.uncut import Uncut
 from shoal.world import World
@@ -55,6 +56,9 @@ class Shards:
         self._world = world
         self._crew = _Crew(world)
         self._order = Order(["the model", *grouping.blocks], self._crew, keep_all=stays_whole)
+        explain_reads(
+            model, {f"{name}.{n}": name for name, b in grouping.blocks.items() for n, _ in b.named_parameters()}
+        )
         with _kept_attributes(model):
             self._root = self._cut(model, grouping, mesh)
             self._uncut = Uncut(model, grouping.whole, mesh)

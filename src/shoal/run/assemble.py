@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.agreement import check_acts_by_element, check_optimizer, check_same_m
 from shoal.checkpoint.pack import pack
 from shoal.data import Shared, share
 from shoal.data.digest import digest
+from shoal.dry import convert, is_dry, numbers
 from shoal.errors import DataError, JobError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
@@ -69,7 +71,8 @@ def assemble(
     world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
     recipes = Recipes() if job.init == "by-name" else None
     model = _build_model(job, world, recipes)
-    data = _build_data(job, world)
+    with numbers():
+        data = _build_data(job, world)
     _check_evaluation(model, data.held_out, world)
     flops_scale = _place(job, world, model, data.train, recipes)
     taken = take_weights(Path(weights), model, world) if weights is not None else ""
@@ -101,11 +104,12 @@ def assemble(
         _owned=owned,
         _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=data.tokens or 1),
     )
-    if data.rehearsal is not None:
+    if data.rehearsal is not None and not is_dry():
         # Two samples per rank, so that a mistake in the metrics is found now and not when all is trained.
         evaluate(job, model, data.rehearsal, world, num_steps=1)
     _say_what_is_odd(run, data.note, taken)
-    pack(run._state())  # what cannot be stored is said now, not at the first save
+    if not is_dry():
+        pack(run._state())  # what cannot be stored is said now, not at the first save
     path = enter_folder(run, resume, keep)
     if path is not None:
         run._resume(path)
@@ -116,7 +120,7 @@ def assemble(
 def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Recipes | None) -> float:
     """Spread the model; returns what FLOPs counted on a rank are to be multiplied with.
 
-    The ranks of tp count what they compute, and what is not split each of them computes.
+    Ranks count what they compute: those of pp their stages, those of tp their part and what each of them computes.
     """
     looks = world.layout.pp > 1 or (world.mesh.sizes["tp"] > 1 and recipes is None)
     sample = _sample_call(job, world, data) if looks else None
@@ -131,9 +135,10 @@ def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Reci
         stages=_stages(job, model),
         costs=functools.partial(_flops_of, model, sample),
     )
-    if world.layout.pp > 1:
+    if sample is None:
         return 1.0
-    return whole_flops / (_forward_flops(model, sample) * world.mesh.sizes["tp"])
+    counted = math.fsum(row[0] for row in world.gather_floats([_forward_flops(model, sample)]))
+    return whole_flops * world.num_data / counted
 
 
 def _stages(job: Job, model: nn.Module) -> list[list[str]]:
@@ -167,9 +172,12 @@ def _flops_of(model: nn.Module, sample: Sample | None, names: Sequence[str]) -> 
 def _say_what_is_odd(run: Run, note: str, taken: str) -> None:
     for text in filter(None, (note, taken)):
         run.say(text)
-    split, mesh = placement_of(run.model).split, run.world.mesh
+    placement, mesh = placement_of(run.model), run.world.mesh
+    split, pipeline = placement.split, placement.pipeline
     if split is not None:
         run.say(str(split))
+    for line in str(pipeline).splitlines() if pipeline is not None else ():
+        run.say(line)
     if split is not None and mesh.crosses_nodes("tp"):
         run.say(
             f"warning: tp{mesh.sizes['tp']} crosses nodes: {show_bytes(split.bytes_per_sample)} per sample and step go "
@@ -197,9 +205,9 @@ def _build_model(job: Job, world: World, recipes: Recipes | None) -> nn.Module:
         recipes.know(model)
     if not model.training:
         model.train()  # as a whole in evaluation mode, as loaded weights often are; a part that is, is meant so
-    model._apply(lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(world.device))  # type: ignore[no-untyped-call]
+    convert(model, lambda tensor: tensor if tensor.device.type == "meta" else tensor.to(world.device))
     if job.precision == "fp64":
-        model._apply(_widen)  # type: ignore[no-untyped-call]
+        convert(model, _widen)
     check_same_model(model, world)
     return model
 

@@ -17,6 +17,7 @@ from shoal.checkpoint.pack import pack
 from shoal.checkpoint.state import capture, reading_plan, restore
 from shoal.checkpoint.write import versions
 from shoal.data import RankBatch, Shared
+from shoal.dry import is_dry
 from shoal.errors import CheckpointError, WorldError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
@@ -68,7 +69,7 @@ class Run:
                 yield lambda batch=batch: self._one(batch, stop_asked.is_set())  # type: ignore[misc]
 
     def _one(self, batch: RankBatch, stop: bool) -> StepResult:
-        first = not self.recorder.has_run
+        first = not self.recorder.has_run and not is_dry()
         self._inside = True
         if first and batch.digest:
             self.world.agree({"the samples of the first global batch of the stream": batch.digest})

@@ -19,10 +19,11 @@ from shoal.parallel.parts import Part
 from shoal.parallel.pipeline.atoms import find_atoms
 from shoal.parallel.pipeline.program import Cut, Program, balance, holders
 from shoal.parallel.pipeline.reduce import LateReduction
-from shoal.parallel.pipeline.schedule import Schedule, stages_of
+from shoal.parallel.pipeline.schedule import Schedule, schedule_name, stages_of
 from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
 from shoal.parallel.pipeline.walk import Finished, StageWalk, Survey, View
 from shoal.parallel.swap import become
+from shoal.units import show_count
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -94,12 +95,12 @@ class Pipeline:
 
     # -- placement -----------------------------------------------------------------------------------------
 
-    def cut(self, parts: Mapping[str, Part], glued: Sequence[str] = ()) -> dict[str, Part]:
+    def cut(self, parts: Mapping[str, Part], glued: Sequence[Sequence[str]] = ()) -> dict[str, Part]:
         """Choose the stages, and drop what is of other ranks; returns what this rank holds of each tensor.
 
         Args:
             parts: what it held of each before.
-            glued: modules that no cut may part.
+            glued: layers between which no cut may be: those that tensor parallelism has cut together.
         """
         work = self._work
         self.owner = self._owners(work, glued)
@@ -144,10 +145,24 @@ class Pipeline:
         """Whether this rank has the model's output."""
         return any(stage.is_last for stage in self.stages)
 
+    def __str__(self) -> str:
+        """Stage by stage: its modules, parameters, and share of the work."""
+        layout = self._world.layout
+        lines = [f"pipeline  {self._num_stages} stages, {schedule_name(layout)}, {layout.micro} micro-batches"]
+        for stage in range(self._num_stages):
+            atoms = [atom for atom in self._sample.atoms if self.owner[atom] == stage]
+            params = {id(p): p.numel() for a in atoms for p in self._skeleton.get_submodule(a).parameters()}
+            where = next(rank for rank in range(layout.pp) if stage in stages_of(layout, rank))
+            lines.append(
+                f"stage {stage:<3} on pp rank {where}: {_listed(atoms)}; {show_count(sum(params.values()))} "
+                f"parameters, {self.shares[stage]:.0%} of the work"
+            )
+        return "\n".join(lines)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         raise JobError(
-            "a model in a pipeline cannot be copied: each rank holds its stages alone. Copy it before it is placed; or, "
-            "for an average of the weights, keep `{name: param.detach().clone()}` of the parameters, and lerp_ them."
+            "a model in a pipeline cannot be copied: each rank holds its stages alone. Copy it before it is placed; "
+            "or, for an average of the weights, keep `{name: param.detach().clone()}` of the parameters, and lerp_ them."
         )
 
     def _measured(self, costs: Costs | None) -> dict[str, float]:
@@ -158,9 +173,9 @@ class Pipeline:
         flops = costs(called)
         return {atom: flops[atom] + numel[atom] for atom in called}  # each weight is read, and updated, once a step
 
-    def _owners(self, work: Mapping[str, float], glued: Sequence[str]) -> dict[str, int]:
+    def _owners(self, work: Mapping[str, float], glued: Sequence[Sequence[str]]) -> dict[str, int]:
         called = self._sample.atoms
-        together = [[a for a in called if not name or a.startswith(f"{name}.")] for name in glued]
+        together = [[a for a in called if any(f"{layer}.".startswith(f"{a}.") for layer in ls)] for ls in glued]
         pairs = [(inside[0], inside[-1]) for inside in together if len(inside) > 1]
         if self._stated:
             owner = {name: stage for stage, names in enumerate(self._stated) for name in names}
@@ -405,11 +420,25 @@ class _Streams:
         self._kind.set_rng_state(common)
 
 
+def _listed(atoms: Sequence[str]) -> str:
+    """`token, blocks.0 to blocks.5, norm`: numbered runs are drawn together."""
+    runs: list[list[str]] = []
+    for atom in atoms:
+        stem, _, number = atom.rpartition(".")
+        before, _, last = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        if runs and stem and number.isdigit() and before == stem and last.isdigit() and int(number) == int(last) + 1:
+            runs[-1].append(atom)
+        else:
+            runs.append([atom])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
 def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise JobError(
-                f"{name} has sparse gradients (sparse=True), which a pipeline does not add up. Take dpN, or sparse=False."
+                f"{name} has sparse gradients (sparse=True), which a pipeline does not add up. Take dpN, or "
+                "sparse=False."
             )
 
 

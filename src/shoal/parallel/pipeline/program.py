@@ -176,7 +176,8 @@ def balance(
     if len(starts) < num_stages:
         raise LayoutError(
             f"{num_stages} stages need {num_stages} parts that run one after the other, and this model has "
-            f"{len(starts)}. Take a pipeline of at most {len(starts)} stages, or state the parts in `stages()`."
+            f"{len(starts)}{' (layers that tensor parallelism cuts together stay together)' if glued else ''}. Take a "
+            f"pipeline of at most {len(starts)} stages, or another layout."
         )
     ends = [*starts[1:], len(order)]
     first = {atom: span[0] for atom, span in spans.items()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from shoal.dry import has_numbers
 from shoal.parallel.pipeline.program import Cut, Meta, Program
 
 _ALIGNED = 64  # bytes; kernels read faster from here
@@ -60,7 +61,7 @@ def pack(tensors: Sequence[Tensor | None], metas: Sequence[Meta], device: torch.
 def unpack(message: Tensor, metas: Sequence[Meta]) -> list[Tensor | None]:
     """What `pack` was given, in the memory of the message."""
     starts, _ = _places(metas)
-    there = message[: len(metas)].tolist()
+    there = message[: len(metas)].tolist() if has_numbers(message) else [1] * len(metas)
     return [_at(message, meta, at) if yes else None for yes, meta, at in zip(there, metas, starts, strict=True)]
 
 
