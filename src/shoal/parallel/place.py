@@ -197,7 +197,8 @@ def _fill(model: nn.Module, parts: Mapping[str, Part], value: Callable[[str], Te
     """This rank's part of every parameter, one after the other."""
     with torch.no_grad():
         for name, param in model.named_parameters():
-            local_of(param).copy_(cut(value(name), parts[name]))
+            if parts[name].boxes:  # what is of other stages is not made here
+                local_of(param).copy_(cut(value(name), parts[name]))
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

@@ -30,6 +30,8 @@ from shoal.parallel.zero import OwnedStates
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
 
+_TIMED_STEP = 3  # of a process: the first ones are slow
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -51,6 +53,7 @@ class Run:
     _owned: OwnedStates | None = field(default=None, repr=False)
     _writer: Writer | None = field(default=None, repr=False)
     _saved: int | None = field(default=None, repr=False)
+    _steps_here: int = field(default=0, repr=False)  # of this process
     _inside: bool = field(default=False, repr=False)  # of a step: still True after one that raised
 
     def steps(self) -> Iterator[Callable[[], StepResult]]:
@@ -82,6 +85,13 @@ class Run:
         if first:
             self._check_first(before, result, lrs)
         self._inside = False
+        self._steps_here += 1
+        pipeline = placement_of(self.model).pipeline
+        if pipeline is not None and self._steps_here == _TIMED_STEP and self.world.kind == "real":
+            from shoal.run.schedule import picture_schedule  # what draws, others need not load
+
+            with self.recorder.paused():
+                self.say(picture_schedule(pipeline, self.world, None if self.folder is None else self.folder.path))
         return result
 
     def _learning_rates(self) -> dict[int, float]:

@@ -263,6 +263,9 @@ class Pipeline:
         return skeleton
 
     def _as_shape(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta":  # not made yet; it will be where the world is
+            with self._mode:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
         return tensor.clone() if self._is_dry else self._mode.from_tensor(tensor)
 
     def _program(self, args: Any, kwargs: Any) -> Program:
@@ -303,6 +306,10 @@ class Pipeline:
         with _unchanged(self._skeleton), self._view.walking(survey), survey:
             output = self._skeleton(*args, **kwargs)
         return survey.end(output)
+
+    def spans(self) -> list[tuple[int, str, int, float, float]]:
+        """What this rank did in the last step: stage, kind of action, micro-batch, begin and end (of time.time)."""
+        return [(stage.stage_index, *span) for stage in self.stages for span in stage.spans]
 
     def settle(self) -> None:
         """After the last backward of a step: add up over stages and data ranks."""

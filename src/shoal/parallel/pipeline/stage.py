@@ -5,7 +5,9 @@ What crosses from stage to stage is one message per micro-batch and direction, o
 that micro-batches may differ in shape, and a value without gradient is told from one whose gradient is zero.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +110,13 @@ class Stage(_PipelineStageBase):
         self._alive: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # outputs and inputs, until their backward
         self._leaving: dict[tuple[str, int], list[Tensor | None]] = {}
         self._halfway: dict[int, Callable[[], Any]] = {}  # what is left of a backward that was split
-        self.most_alive = 0  # micro-batches whose activations were kept at one time
+        # Of the last step: what, which micro-batch, begin and end as time.time() tells them.
+        self.spans: list[tuple[str, int, float, float]] = []
 
     def begin(self, chunks: Sequence[Chunk], *, has_backward: bool) -> None:
         """Before a step over these micro-batches."""
         self._chunks, self.has_backward, self.chunks = chunks, has_backward, len(chunks)
-        self.most_alive = 0
+        self.spans = []
         for kept in (self._inbox, self._local, self._alive, self._leaving, self._halfway):
             kept.clear()  # of a step that failed
 
@@ -180,6 +183,12 @@ class Stage(_PipelineStageBase):
 
     # -- actions -------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _timed(self, what: str, chunk: int) -> Iterator[None]:
+        began = time.time()
+        yield
+        self.spans.append((what, chunk, began, time.time()))
+
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
@@ -189,13 +198,12 @@ class Stage(_PipelineStageBase):
         for tensor, meta in zip(self._taken("values", fwd_chunk_id, metas), metas, strict=True):
             assert tensor is not None, "every value is sent"
             inputs.append(tensor.requires_grad_(meta.requires_grad and self.has_backward))
-        with torch.enable_grad() if self.has_backward else torch.no_grad():
+        with torch.enable_grad() if self.has_backward else torch.no_grad(), self._timed("F", fwd_chunk_id):
             outputs = self._run(self.stage_index, self._chunks[fwd_chunk_id], inputs)
         if not self.is_last:
             self._leaving["values", fwd_chunk_id] = list(outputs)
         if self.has_backward:
             self._alive[fwd_chunk_id] = ([] if self.is_last else list(outputs), inputs)
-            self.most_alive = max(self.most_alive, len(self._alive))
         return outputs
 
     def backward_one_chunk(
@@ -214,15 +222,16 @@ class Stage(_PipelineStageBase):
             grads = self._taken("gradients", bwd_chunk_id, self._with_gradient(leaving))
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         used = [(tensor, grad) for tensor, grad in zip(outputs, grads, strict=True) if grad is not None]
-        if full_backward:
-            _backward(used)
-        elif not wanted:
-            self._halfway[bwd_chunk_id] = lambda: _backward(used)
-        else:
-            # torch cuts the graph behind these tensors in place, which it cannot do to a view.
-            ends = [tensor.clone() for tensor, _ in used]
-            _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params()))
-            self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params()), groups)
+        with self._timed("B" if full_backward else "I", bwd_chunk_id):
+            if full_backward:
+                _backward(used)
+            elif not wanted:
+                self._halfway[bwd_chunk_id] = lambda: _backward(used)
+            else:
+                # torch cuts the graph behind these tensors in place, which it cannot do to a view.
+                ends = [tensor.clone() for tensor, _ in used]
+                _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params()))
+                self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params()), groups)
         self._leaving["gradients", bwd_chunk_id] = [tensor.grad for tensor in wanted]
         for tensor in wanted:
             tensor.grad = None
@@ -230,7 +239,8 @@ class Stage(_PipelineStageBase):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of a backward that was left: the gradients of the weights."""
         if self.has_backward:
-            self._halfway.pop(bwd_chunk_id)()
+            with self._timed("W", bwd_chunk_id):
+                self._halfway.pop(bwd_chunk_id)()
 
     # -- what torch does and shoal does elsewhere -----------------------------------------------------------
 
