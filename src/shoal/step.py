@@ -267,6 +267,9 @@ class Step:
         return own, totals
 
     def _through_stages(self, batch: RankBatch, parts: Sequence[tuple[Any, bool]], own: Tensor, weight: float) -> None:
+        if self.scaler:
+            self.scaler.scale(own[0].float())  # a scaler begins to be one with its first loss, which one stage has
+
         def on_output(number: int, output: Any, moved: Any, loss: Sum) -> Tensor:
             self._check_once(output, moved)
             live = parts[number][1]

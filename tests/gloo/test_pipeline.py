@@ -248,6 +248,14 @@ def test_micro_batches_of_any_shape():
     assert_same_training(record(Padded, "pp2:micro=3"), reference)
 
 
+def test_micro_batches_of_one_sample():
+    def job():
+        return Skips(batch_size=2)
+
+    (reference,) = record(job)
+    assert_same_training(record(job, "pp2:micro=2"), reference)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Partly(Skips):
     """A stage that is frozen, and a head that nothing uses."""
@@ -410,18 +418,6 @@ def test_the_model_itself_may_be_called_by_all_without_gradient_and_not_with():
 
 
 def test_dropout_differs_between_stages_and_micro_batches_and_repeats_itself():
-    class Ones(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
-            self.drop = nn.Dropout(0.5)
-            for layer in (self.first, self.second):
-                nn.init.eye_(layer.weight)
-
-        def forward(self, x):
-            seen.append(x)
-            return x
-
     class Masks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -466,7 +462,7 @@ def test_dropout_differs_between_stages_and_micro_batches_and_repeats_itself():
             seen.clear()
             for step in run.steps():
                 step()
-        return torch.stack([mask.bool() for mask in seen])
+        return torch.stack([mask.bool() for mask in seen if not hasattr(mask, "fake_mode")])  # shapes have no numbers
 
     def masks():
         return torch.cat(run_processes(rank, 2))

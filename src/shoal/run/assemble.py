@@ -124,7 +124,8 @@ def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Reci
     """
     looks = world.layout.pp > 1 or (world.mesh.sizes["tp"] > 1 and recipes is None)
     sample = _sample_call(job, world, data) if looks else None
-    whole_flops = _forward_flops(model, sample) if recipes is None else 1.0
+    counts_flops = recipes is None and not is_dry()
+    whole_flops = _forward_flops(model, sample) if counts_flops else 1.0
     place(
         model,
         world,
@@ -135,7 +136,7 @@ def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Reci
         stages=_stages(job, model),
         costs=functools.partial(_flops_of, model, sample) if recipes is None else None,
     )
-    if sample is None or recipes is not None:
+    if sample is None or not counts_flops:
         return 1.0
     counted = math.fsum(row[0] for row in world.gather_floats([_forward_flops(model, sample)]))
     return whole_flops * world.num_data / counted

@@ -226,11 +226,12 @@ class Run:
     def _reconcile(self) -> None:
         """Local BatchNorm statistics differ by rank as the job asked; what is saved and evaluated is rank 0's."""
         names = placement_of(self.model).local_norms
-        if self.world.kind != "real" or not names:
+        group = self.world.data_side_group
+        if self.world.kind != "real" or group is None:
             return
-        for name in names:
+        for name in names:  # of each stage, what the first of its data ranks has
             for buffer in self.model.get_submodule(name).buffers():
-                torch.distributed.broadcast(buffer, src=0, group=self.world.side_group)
+                torch.distributed.broadcast(buffer, group_src=0, group=group)
 
     def _resume(self, path: Path) -> None:
         manifest = read_manifest(path)
