@@ -127,7 +127,7 @@ def test_every_verb_that_prints_a_result_can_print_json(cli: Cli, verb: list[str
         (["train", "digits", "--steps", "0"], "SettingsError: --steps: steps is 0; it must be at least 1."),
         (["train", "digits", "--keep", "0"], "SettingsError: --keep: keep is 0; it must be at least 1."),
         (["train", "digits", "--layout", "pd2"], "LayoutError"),
-        (["train", "digits", "--layout", "pp2"], "LayoutError: pp2: not available yet in this version: pp."),
+        (["train", "digits", "--layout", "cp2"], "LayoutError: cp2: not available yet in this version: cp."),
         (["train", "digits", "--layout", "dp2", "--nproc-per-node", "3"], "shoal train digits --layout dp2"),
         (["train", "digits", "--resume", "atuo"], "--resume atuo: it is auto, never, or the folder of a run"),
         (["train", "digits", "--device", "gpu"], "WorldError: there is no device 'gpu'"),

@@ -1,7 +1,6 @@
 """A model over the axis pp: surveyed, cut into stages, run by a schedule."""
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.parts import Part
 from shoal.parallel.pipeline.atoms import find_atoms
-from shoal.parallel.pipeline.program import Cut, Program, balance, holders
+from shoal.parallel.pipeline.program import Cut, balance, holders
 from shoal.parallel.pipeline.reduce import LateReduction
 from shoal.parallel.pipeline.schedule import Schedule, schedule_name, stages_of
+from shoal.parallel.pipeline.skeleton import Skeleton
 from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
-from shoal.parallel.pipeline.walk import Finished, StageWalk, Survey, View
+from shoal.parallel.pipeline.walk import Finished, StageWalk, View
 from shoal.parallel.swap import become
 from shoal.units import show_count
 from shoal.world import World
@@ -77,16 +76,10 @@ class Pipeline:
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # in evaluation; such tensors have no shape that could be told
         self._view = View()
-        ambient = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # where a layout is only planned
-        self._is_dry = ambient is not None
-        self._mode: FakeTensorMode = ambient or FakeTensorMode(allow_non_fake_inputs=True)
-        self._skeleton = self._copied(model)
-        self._view.put_on(self._skeleton, self.atoms)
-        self._programs: dict[Any, Program] = {}
+        self._skeleton = Skeleton(model, world, self.atoms, self._view)
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = _no_seed
-        self._modes = self._modes_now()
-        self._sample = self._program(*sample)
+        _, self._sample = self._skeleton.program(*sample)
         self._work = self._measured(costs)
         self.owner: dict[str, int] = {}
         self.shares: list[float] = []
@@ -140,18 +133,13 @@ class Pipeline:
         assert group is not None, "an axis that is cut has a group"
         return group
 
-    @property
-    def has_last(self) -> bool:
-        """Whether this rank has the model's output."""
-        return any(stage.is_last for stage in self.stages)
-
     def __str__(self) -> str:
         """Stage by stage: its modules, parameters, and share of the work."""
         layout = self._world.layout
         lines = [f"pipeline  {self._num_stages} stages, {schedule_name(layout)}, {layout.micro} micro-batches"]
         for stage in range(self._num_stages):
             atoms = [atom for atom in self._sample.atoms if self.owner[atom] == stage]
-            params = {id(p): p.numel() for a in atoms for p in self._skeleton.get_submodule(a).parameters()}
+            params = {id(p): p.numel() for a in atoms for p in self._skeleton.model.get_submodule(a).parameters()}
             where = next(rank for rank in range(layout.pp) if stage in stages_of(layout, rank))
             lines.append(
                 f"stage {stage:<3} on pp rank {where}: {_listed(atoms)}; {show_count(sum(params.values()))} "
@@ -162,12 +150,13 @@ class Pipeline:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         raise JobError(
             "a model in a pipeline cannot be copied: each rank holds its stages alone. Copy it before it is placed; "
-            "or, for an average of the weights, keep `{name: param.detach().clone()}` of the parameters, and lerp_ them."
+            "or, for an average of the weights, keep `{name: param.detach().clone()}` of the parameters, and lerp_ "
+            "them."
         )
 
     def _measured(self, costs: Costs | None) -> dict[str, float]:
         called = self._sample.atoms
-        numel = {a: float(sum(p.numel() for p in self._skeleton.get_submodule(a).parameters())) for a in called}
+        numel = {a: float(sum(p.numel() for p in self._skeleton.model.get_submodule(a).parameters())) for a in called}
         if costs is None:
             return numel
         flops = costs(called)
@@ -189,7 +178,7 @@ class Pipeline:
         return owner
 
     def _split_as_told(self, cuts: Sequence[int]) -> dict[str, int]:
-        blocks, order = find_blocks(self._skeleton), self._sample.atoms
+        blocks, order = find_blocks(self._skeleton.model), self._sample.atoms
         if cuts[-1] >= len(blocks):
             raise LayoutError(
                 f"{self._world.layout}: split names block {cuts[-1]}, and the model has {len(blocks)} blocks, "
@@ -203,7 +192,7 @@ class Pipeline:
         layout = self._world.layout
         rank = self._world.mesh.coordinate(self._world.rank, "pp")
         rank_of = {stage: r for r in range(layout.pp) for stage in stages_of(layout, r)}
-        contents = {atom: _names_below(self._skeleton, atom) for atom in self.atoms}
+        contents = {atom: _names_below(self._skeleton.model, atom) for atom in self.atoms}
         found = holders(self._sample, self._sample_cut, contents)
         for atom, stage in self.owner.items():
             for name in contents[atom]:
@@ -211,7 +200,7 @@ class Pipeline:
         named: dict[int, tuple[Tensor, list[str]]] = {}
         for name, tensor in _named_tensors(self._model):
             named.setdefault(id(tensor), (tensor, []))[1].append(name)
-        shapes = dict(self._skeleton.named_parameters(remove_duplicate=False))
+        shapes = dict(self._skeleton.model.named_parameters(remove_duplicate=False))
         self._stages_of_param: dict[str, set[int]] = {}
         self._holders_of_param: dict[str, list[int]] = {}
         self._shapes: dict[int, Tensor] = {}
@@ -239,73 +228,13 @@ class Pipeline:
         named = dict(self._model.named_parameters())
         return [named[name] for name, stages in self._stages_of_param.items() if stage in stages and name in named]
 
-    # -- programs ------------------------------------------------------------------------------------------
-
-    def _copied(self, model: nn.Module) -> nn.Module:
-        """The model with shapes for parameters, and for the buffers of atoms; it takes no memory."""
-        inside = {id(b) for atom in self.atoms for b in model.get_submodule(atom).buffers()}
-        memo: dict[int, Any] = {}
-        self._names: dict[int, str] = {}
-        for name, param in model.named_parameters():
-            fake = nn.Parameter(self._as_shape(param.detach()), requires_grad=param.requires_grad)
-            memo[id(param)] = fake
-            self._names[id(fake)] = name
-        for buffer in model.buffers():
-            memo[id(buffer)] = self._as_shape(buffer) if id(buffer) in inside else buffer
-        try:
-            skeleton = copy.deepcopy(model, memo)
-        except Exception as error:  # whatever a user's class does when it is copied
-            raise LayoutError(
-                f"{self._world.layout}: a pipeline keeps a copy of the model's structure, and {type(model).__name__} "
-                f"cannot be copied ({type(error).__name__}: {error}). Let it be copied (copy.deepcopy), or take a "
-                "layout without pp."
-            ) from error
-        return skeleton
-
-    def _as_shape(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "meta":  # not made yet; it will be where the world is
-            with self._mode:
-                return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
-        return tensor.clone() if self._is_dry else self._mode.from_tensor(tensor)
-
-    def _program(self, args: Any, kwargs: Any) -> Program:
-        """Of a call with these inputs; surveyed once for all that are alike."""
-        key = self._signature(args, kwargs)
-        if key not in self._programs:
-            self._programs[key] = self._survey(args, kwargs)
-        return self._programs[key]
+    # -- steps ---------------------------------------------------------------------------------------------
 
     def _plan(self, args: Any, kwargs: Any) -> Plan:
-        key = self._signature(args, kwargs)
+        key, program = self._skeleton.program(args, kwargs)
         if key not in self._plans:
-            program = self._program(args, kwargs)
-            strangers = [atom for atom in program.atoms if atom not in self.owner]
-            assert not strangers, "every atom has an owner"
             self._plans[key] = Plan(program, Cut.of(program, self.owner, self._num_stages))
         return self._plans[key]
-
-    def _signature(self, args: Any, kwargs: Any) -> Any:
-        leaves = [
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in tree_leaves((args, kwargs))
-        ]
-        half = torch.get_autocast_dtype(self._world.device.type) if torch.is_autocast_enabled() else None
-        return tuple(leaves), self._modes, torch.is_grad_enabled(), half
-
-    def _modes_now(self) -> Any:
-        """What is training of the model, and what is trained."""
-        modules, params = self._model.modules(), self._model.parameters()
-        return tuple(module.training for module in modules), tuple(param.requires_grad for param in params)
-
-    def _survey(self, args: Any, kwargs: Any) -> Program:
-        for ours, theirs in zip(self._skeleton.modules(), self._model.modules(), strict=True):
-            ours.training = theirs.training
-        for shape, param in zip(self._skeleton.parameters(), self._model.parameters(), strict=True):
-            shape.requires_grad_(param.requires_grad)
-        survey = Survey(self._mode, self._names)
-        with _unchanged(self._skeleton), self._view.walking(survey), survey:
-            output = self._skeleton(*args, **kwargs)
-        return survey.end(output)
 
     def spans(self) -> list[tuple[int, str, int, float, float]]:
         """What this rank did in the last step: stage, kind of action, micro-batch, begin and end (of time.time)."""
@@ -314,8 +243,6 @@ class Pipeline:
     def settle(self) -> None:
         """After the last backward of a step: add up over stages and data ranks."""
         self.reduction.settle()
-
-    # -- steps ---------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -335,7 +262,8 @@ class Pipeline:
             around: put around every forward (autocast).
             seed: seeds the random stream of a micro-batch.
         """
-        self._around, self._seed, self._modes = around, seed, self._modes_now()
+        self._around, self._seed = around, seed
+        self._skeleton.follow()
         with around(), torch.enable_grad() if has_backward else torch.no_grad():
             chunks = [Chunk(self._plan(*call), *call, number) for number, call in enumerate(calls)]
         with self._gathered(has_backward):
@@ -354,7 +282,7 @@ class Pipeline:
         received = dict(zip(chunk.plan.cut.enters[stage], inputs, strict=True))
         streams = _Streams(self._seed, chunk.number, stage, self._world.device)
         walk = StageWalk(
-            chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own, is_dry=self._is_dry
+            chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own, is_dry=self._skeleton.is_dry
         )
         try:
             with self._around(), self._view.walking(walk):
@@ -471,17 +399,3 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def _unchanged(skeleton: nn.Module) -> Iterator[None]:
-    """Afterwards random numbers, and the buffers that the model shares, are as they were."""
-    real = [(b, b.detach().clone()) for b in skeleton.buffers() if not hasattr(b, "fake_mode")]
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, value in real:
-                buffer.copy_(value)

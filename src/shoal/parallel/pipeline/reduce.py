@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.dry import is_dry
 from shoal.parallel.parts import local_of
 from shoal.world import World
 
@@ -35,10 +36,11 @@ class LateReduction:
 
     def settle(self) -> None:
         """After the last backward of a step; collective."""
-        if self._world.kind != "real":
+        if self._world.kind != "real" and not is_dry():
             return
         named = dict(self._model.named_parameters())
-        self._agree_on_use(list(named.values()))
+        if not is_dry():
+            self._agree_on_use(list(named.values()))
         grads = {name: named[name].grad for name in self._held}
         for name, ranks in self._shared.items():
             if (grad := grads[name]) is not None:
@@ -51,7 +53,7 @@ class LateReduction:
         """A parameter that any rank has used gets a gradient on all."""
         counts = torch.tensor([p.grad is not None for p in params], dtype=torch.int32, device=self._world.device)
         dist.all_reduce(counts, group=self._world.side_group)
-        for param, count in zip(params, counts.tolist(), strict=True):
+        for param, count in zip(params, self._world.read(counts) or (), strict=True):
             if count and param.grad is None:
                 param.grad = torch.zeros_like(param)
 

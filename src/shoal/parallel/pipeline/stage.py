@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from shoal.dry import has_numbers
+from shoal.parallel.pipeline.message import message_bytes, pack, unpack
 from shoal.parallel.pipeline.program import Cut, Meta, Program
-
-_ALIGNED = 64  # bytes; kernels read faster from here
 
 
 @dataclass(frozen=True)
@@ -47,40 +45,6 @@ class Chunk:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     number: int
-
-
-def pack(tensors: Sequence[Tensor | None], metas: Sequence[Meta], device: torch.device) -> Tensor:
-    """One message of bytes: which are there, then each."""
-    starts, size = _places(metas)
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    for place, (tensor, meta, start) in enumerate(zip(tensors, metas, starts, strict=True)):
-        if tensor is not None:
-            message[place] = 1
-            _at(message, meta, start).copy_(tensor.detach())
-    return message
-
-
-def unpack(message: Tensor, metas: Sequence[Meta]) -> list[Tensor | None]:
-    """What `pack` was given, in the memory of the message."""
-    starts, _ = _places(metas)
-    there = message[: len(metas)].tolist() if has_numbers(message) else [1] * len(metas)
-    return [_at(message, meta, at) if yes else None for yes, meta, at in zip(there, metas, starts, strict=True)]
-
-
-def _places(metas: Sequence[Meta]) -> tuple[list[int], int]:
-    starts, at = [], _rounded(len(metas))
-    for meta in metas:
-        starts.append(at)
-        at += _rounded(meta.numel * meta.dtype.itemsize)
-    return starts, at
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _at(message: Tensor, meta: Meta, start: int) -> Tensor:
-    return message[start : start + meta.numel * meta.dtype.itemsize].view(meta.dtype).view(meta.shape)
 
 
 class Stage(_PipelineStageBase):
@@ -158,7 +122,7 @@ class Stage(_PipelineStageBase):
     def _receive(self, what: str, chunk: int, metas: Sequence[Meta], stage: int) -> list[dist.P2POp]:
         if not metas:
             return []
-        message = torch.empty(_places(metas)[1], dtype=torch.uint8, device=self.device)
+        message = torch.empty(message_bytes(metas), dtype=torch.uint8, device=self.device)
         self._inbox[what, chunk] = message
         return [dist.P2POp(dist.irecv, message, self._resolve_peer_global_rank(stage), self.group)]
 
@@ -172,7 +136,7 @@ class Stage(_PipelineStageBase):
     def _taken(self, what: str, chunk: int, metas: Sequence[Meta]) -> list[Tensor | None]:
         if (what, chunk) in self._local:
             return self._local.pop((what, chunk))
-        return unpack(self._inbox.pop((what, chunk)), metas) if metas else []
+        return unpack(self._inbox.pop((what, chunk)), metas, all_there=what == "values") if metas else []
 
     @staticmethod
     def _with_gradient(metas: Sequence[Meta]) -> list[Meta]:

@@ -7,7 +7,6 @@ of the model is kept: what the model decides in Python it decides anew in each f
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,13 +16,12 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.errors import JobError, LayoutError
-from shoal.parallel.pipeline.program import Call, Cut, Meta, Program
+from shoal.errors import JobError
+from shoal.parallel.pipeline.program import Cut, Program
 from shoal.parallel.swap import become
 
 _NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
@@ -52,7 +50,7 @@ class Walk(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_is_followed(leaf) for leaf in _leaves(args, kwargs)):
+        if any(_is_followed(leaf) for leaf in leaves_in(args, kwargs)):
             return self.function(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -77,30 +75,30 @@ def _is_followed(leaf: Any) -> bool:
     return isinstance(leaf, nn.Parameter) or _NUMBER in getattr(leaf, "__dict__", ())
 
 
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
+def leaves_in(args: Any, kwargs: Any) -> list[Any]:
     nested = kwargs or any(isinstance(arg, tuple | list | dict) for arg in args)
     return tree_leaves((args, kwargs)) if nested else list(args)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _number_of(tensor: Tensor) -> int | None:
+def number_of(tensor: Tensor) -> int | None:
     return tensor.__dict__.get(_NUMBER)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def versions_of(tensors: list[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _made(out: Any, changed: list[Tensor]) -> list[Tensor]:
+def made_by(out: Any, changed: list[Tensor]) -> list[Tensor]:
     """The tensors that a function has made or changed, each once."""
-    found = [t for t in _tensors(out) if not isinstance(t, nn.Parameter)] + changed
+    found = [t for t in tensors_in(out) if not isinstance(t, nn.Parameter)] + changed
     return list({id(t): t for t in found}.values())
 
 
@@ -109,141 +107,13 @@ def run_atom(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
     So a value has one number in the eyes of every stage.
     """
-    given = {id(t) for t in _tensors((args, kwargs))}
+    given = {id(t) for t in tensors_in((args, kwargs))}
     out = nn.Module.__call__(module, *args, **kwargs)
     return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in given else t, out)
 
 
-class Survey(Walk):
-    """Writes the program down: atoms run on fake tensors, what is between them on what it gets.
-
-    Args:
-        mode: of the fake tensors.
-        names: of the parameters, by id.
-    """
-
-    def __init__(self, mode: FakeTensorMode, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.program = Program()
-        self._mode, self._names = mode, names
-
-    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run it, and note what it used and made."""
-        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
-        versions = _versions(tensors)
-        uses = _uses(tensors)
-        try:
-            out = func(*args, **kwargs)
-        except _NO_NUMBERS as error:
-            raise LayoutError(
-                f"the model's own forward decides between its modules by numbers that parameters have made "
-                f"({_name(func)}), and only one stage of a pipeline has them. Do it inside of a module."
-            ) from error
-        changed = [t for t, before, now in zip(tensors, versions, _versions(tensors), strict=True) if before != now]
-        plain = next((t for t in changed if _number_of(t) is None), None)
-        if plain is not None:
-            raise LayoutError(
-                f"the model's own forward writes what parameters have made into a tensor of shape {tuple(plain.shape)} "
-                f"({_name(func)}, between its modules), and a pipeline cannot follow that. Use torch.cat or "
-                "torch.stack, or do it inside of a module."
-            )
-        self._note("", _name(func), uses, _made(out, changed), self._params(tensors))
-        return out
-
-    def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-        """Run it on shapes, and note the same."""
-        tensors = _tensors((args, kwargs))
-        uses = _uses(tensors)
-        with _pop_mode_temporarily():  # out of sight of the walk
-            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
-            given = _tensors((args, kwargs))
-            versions = _versions(given)
-            kept = tree_map(_copied_object, (args, kwargs))
-            with _Touched(self._names) as touched:
-                try:
-                    with self._mode:
-                        out = run_atom(module, args, kwargs)
-                except _NO_NUMBERS:  # it decides by numbers: an expert that gets no token
-                    out = self._run_on_zeros(module, *kept)
-            is_changed = _versions(given) != versions
-        if is_changed:
-            raise LayoutError(
-                f"{name} changes what it is given, in place; a pipeline has sent that on as it was. Let it make a new "
-                "tensor, as x = x + y does."
-            )
-        self.program.outputs[self.place] = out
-        self._note(name, name, uses, _made(out, []), touched.names)
-        return out
-
-    def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The shapes that a copy of it gives with weights and inputs of zeros, which takes its memory for a moment."""
-        fakes = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
-        memo: dict[int, Any] = {}
-        for fake in fakes:
-            real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-            memo[id(fake)] = nn.Parameter(real, fake.requires_grad) if isinstance(fake, nn.Parameter) else real
-        args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
-        return tree_map_only(Tensor, self._fake, run_atom(copy.deepcopy(module, memo), args, kwargs))
-
-    def end(self, output: Any) -> Program:
-        """The program, given what the model has returned."""
-        self.program.returns, self.program.result = _uses(_tensors(output)), output
-        return self.program
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
-
-    def _params(self, tensors: list[Tensor]) -> set[str]:
-        return {self._names[id(t)] for t in tensors if id(t) in self._names}
-
-    def _note(self, atom: str, name: str, uses: tuple[int, ...], made: list[Tensor], params: set[str]) -> None:
-        if made or atom:
-            makes = self._number(made)
-            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params)))
-            self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
-
-
-def _copied_object(leaf: Any) -> Any:
-    """A cache that the module fills must not be filled twice."""
-    if isinstance(leaf, Tensor | str | int | float | bool | None):
-        return leaf
-    try:
-        with _SharedTensors():
-            return copy.deepcopy(leaf)
-    except Exception:  # whatever a user's class does when it is copied
-        return leaf
-
-
-class _SharedTensors(TorchFunctionMode):
-    """What is copied within shares its tensors, which may be those of a graph."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].detach() if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
-
-
-def _uses(tensors: list[Tensor]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(n for n in map(_number_of, tensors) if n is not None))
-
-
-class _Touched(TorchFunctionMode):
-    """Which parameters take part in what runs within."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self._known = names
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in _leaves(args, kwargs or {}):
-            if isinstance(leaf, nn.Parameter) and id(leaf) in self._known:
-                self.names.add(self._known[id(leaf)])
-        return func(*args, **(kwargs or {}))
+def uses_of(tensors: list[Tensor]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(n for n in map(number_of, tensors) if n is not None))
 
 
 class StageWalk(Walk):
@@ -275,26 +145,26 @@ class StageWalk(Walk):
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Here, on numbers; or as a shape."""
-        originals = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
-        uses = _uses(originals)
+        originals = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        uses = uses_of(originals)
         if uses:
             is_here = max(self._home(value) for value in uses) == self._stage
         else:  # parameters alone: their shape is known everywhere; what is made of them, in one stage
             out = func(*self._as_shapes(args), **self._as_shapes(kwargs))
-            if not _made(out, []):
+            if not made_by(out, []):
                 return out
             is_here = self._cut.homes[self.place] == self._stage
         convert = self._resolved if is_here else self._as_shapes
         args, kwargs = convert(args), convert(kwargs)
-        tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
-        versions = _versions(tensors)
+        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        versions = versions_of(tensors)
         with contextlib.nullcontext() if is_here else torch.no_grad():
             out = func(*args, **kwargs)
-        pairs = zip(tensors, originals, versions, _versions(tensors), strict=True)
+        pairs = zip(tensors, originals, versions, versions_of(tensors), strict=True)
         changed = [(tensor, original) for tensor, original, before, now in pairs if before != now]
-        made = _made(out, [tensor for tensor, _ in changed])
+        made = made_by(out, [tensor for tensor, _ in changed])
         if made:
-            self._made(_name(func), made, is_here)
+            self._made(name_of(func), made, is_here)
             for tensor, original in changed:
                 original.__dict__[_NUMBER] = tensor.__dict__[_NUMBER]
                 self._held[tensor.__dict__[_NUMBER]] = tensor
@@ -312,7 +182,7 @@ class StageWalk(Walk):
         else:
             with _pop_mode_temporarily():
                 out = tree_map_only(Tensor, _again, self._program.outputs[place])
-        self._made(name, _made(out, []), is_here)
+        self._made(name, made_by(out, []), is_here)
         return out
 
     def end(self, output: Any) -> Any:
@@ -351,7 +221,7 @@ class StageWalk(Walk):
             )
 
     def _check_numbers(self, name: str, out: Any) -> None:
-        fakes = [t for t in _tensors(out) if isinstance(t, FakeTensor)]
+        fakes = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         if fakes and not self._is_dry:
             raise JobError(
                 f"{name} was given a value of another stage in a way that a pipeline cannot see (inside of an object "

@@ -1,0 +1,106 @@
+"""The structure of a model without its numbers, on which forwards are surveyed."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.dry import dry_mode
+from shoal.errors import LayoutError
+from shoal.parallel.pipeline.program import Program
+from shoal.parallel.pipeline.survey import Survey
+from shoal.parallel.pipeline.walk import View
+from shoal.world import World
+
+
+class Skeleton:
+    """A copy of a model with shapes for its parameters, and for the buffers of its atoms; it takes no memory.
+
+    Attributes:
+        model: the copy.
+        is_dry: the original has no numbers either, where a layout is only planned.
+    """
+
+    def __init__(self, original: nn.Module, world: World, atoms: Sequence[str], view: View) -> None:
+        self._original, self._world, self._view = original, world, view
+        self.is_dry = dry_mode() is not None
+        self._mode = dry_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+        self._names: dict[int, str] = {}
+        self.model = self._copied(original, atoms)
+        view.put_on(self.model, list(atoms))
+        self._programs: dict[Any, Program] = {}
+        self._modes: Any = None
+        self.follow()
+
+    def _copied(self, original: nn.Module, atoms: Sequence[str]) -> nn.Module:
+        inside = {id(b) for atom in atoms for b in original.get_submodule(atom).buffers()}
+        memo: dict[int, Any] = {}
+        for name, param in original.named_parameters():
+            fake = nn.Parameter(self._as_shape(param.detach()), requires_grad=param.requires_grad)
+            memo[id(param)] = fake
+            self._names[id(fake)] = name
+        for buffer in original.buffers():
+            memo[id(buffer)] = self._as_shape(buffer) if id(buffer) in inside else buffer
+        try:
+            return copy.deepcopy(original, memo)
+        except Exception as error:  # whatever a user's class does when it is copied
+            raise LayoutError(
+                f"{self._world.layout}: a pipeline keeps a copy of the model's structure, and "
+                f"{type(original).__name__} cannot be copied ({type(error).__name__}: {error}). Let it be copied "
+                "(copy.deepcopy), or take a layout without pp."
+            ) from error
+
+    def _as_shape(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta":  # not made yet; it will be where the world is
+            with self._mode:
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+        return tensor.clone() if self.is_dry else self._mode.from_tensor(tensor)
+
+    def follow(self) -> None:
+        """Take over what is training of the original, and what is trained."""
+        modules, params = self._original.modules(), self._original.parameters()
+        modes = [module.training for module in modules], [param.requires_grad for param in params]
+        if modes == self._modes:
+            return
+        self._modes = modes
+        for module, training in zip(self.model.modules(), modes[0], strict=True):
+            module.training = training
+        for param, trained in zip(self.model.parameters(), modes[1], strict=True):
+            param.requires_grad_(trained)
+
+    def program(self, args: Any, kwargs: Any) -> tuple[Any, Program]:
+        """Of a call with these inputs, and its key; surveyed once for all calls that are alike."""
+        leaves = [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in tree_leaves((args, kwargs))
+        ]
+        half = torch.get_autocast_dtype(self._world.device.type) if torch.is_autocast_enabled() else None
+        key = (tuple(leaves), tuple(map(tuple, self._modes)), torch.is_grad_enabled(), half)
+        if key not in self._programs:
+            self._programs[key] = self._survey(args, kwargs)
+        return key, self._programs[key]
+
+    def _survey(self, args: Any, kwargs: Any) -> Program:
+        survey = Survey(self._mode, self._names)
+        with _unchanged(self.model), self._view.walking(survey), survey:
+            output = self.model(*args, **kwargs)
+        return survey.end(output)
+
+
+@contextlib.contextmanager
+def _unchanged(skeleton: nn.Module) -> Iterator[None]:
+    """Afterwards random numbers, and the buffers that the model shares, are as they were."""
+    real = [(b, b.detach().clone()) for b in skeleton.buffers() if not hasattr(b, "fake_mode")]
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, value in real:
+                buffer.copy_(value)

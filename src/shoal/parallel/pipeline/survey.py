@@ -1,0 +1,160 @@
+"""A forward on shapes alone, written down as a program."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map, tree_map_only
+
+from shoal.errors import LayoutError
+from shoal.parallel.pipeline.program import Call, Meta, Program
+from shoal.parallel.pipeline.walk import (
+    Walk,
+    leaves_in,
+    made_by,
+    name_of,
+    number_of,
+    run_atom,
+    tensors_in,
+    uses_of,
+    versions_of,
+)
+
+_NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class Survey(Walk):
+    """Writes the program down: atoms run on fake tensors, what is between them on what it gets.
+
+    Args:
+        mode: of the fake tensors.
+        names: of the parameters, by id.
+    """
+
+    def __init__(self, mode: FakeTensorMode, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.program = Program()
+        self._mode, self._names = mode, names
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run it, and note what it used and made."""
+        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        versions = versions_of(tensors)
+        uses = uses_of(tensors)
+        try:
+            out = func(*args, **kwargs)
+        except _NO_NUMBERS as error:
+            raise LayoutError(
+                f"the model's own forward decides between its modules by numbers that parameters have made "
+                f"({name_of(func)}), and only one stage of a pipeline has them. Do it inside of a module."
+            ) from error
+        changed = [t for t, before, now in zip(tensors, versions, versions_of(tensors), strict=True) if before != now]
+        plain = next((t for t in changed if number_of(t) is None), None)
+        if plain is not None:
+            raise LayoutError(
+                f"the model's own forward writes what parameters have made into a tensor of shape {tuple(plain.shape)} "
+                f"({name_of(func)}, between its modules), and a pipeline cannot follow that. Use torch.cat or "
+                "torch.stack, or do it inside of a module."
+            )
+        self._note("", name_of(func), uses, made_by(out, changed), self._params(tensors))
+        return out
+
+    def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Run it on shapes, and note the same."""
+        tensors = tensors_in((args, kwargs))
+        uses = uses_of(tensors)
+        with _pop_mode_temporarily():  # out of sight of the walk
+            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+            given = tensors_in((args, kwargs))
+            versions = versions_of(given)
+            kept = tree_map(_copied_object, (args, kwargs))
+            with _Touched(self._names) as touched:
+                try:
+                    with self._mode:
+                        out = run_atom(module, args, kwargs)
+                except _NO_NUMBERS:  # it decides by numbers: an expert that gets no token
+                    out = self._run_on_zeros(module, *kept)
+            is_changed = versions_of(given) != versions
+        if is_changed:
+            raise LayoutError(
+                f"{name} changes what it is given, in place; a pipeline has sent that on as it was. Let it make a new "
+                "tensor, as x = x + y does."
+            )
+        self.program.outputs[self.place] = out
+        self._note(name, name, uses, made_by(out, []), touched.names)
+        return out
+
+    def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The shapes that a copy of it gives with weights and inputs of zeros, which takes its memory for a moment."""
+        fakes = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
+        memo: dict[int, Any] = {}
+        for fake in fakes:
+            real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+            memo[id(fake)] = nn.Parameter(real, fake.requires_grad) if isinstance(fake, nn.Parameter) else real
+        args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
+        return tree_map_only(Tensor, self._fake, run_atom(copy.deepcopy(module, memo), args, kwargs))
+
+    def end(self, output: Any) -> Program:
+        """The program, given what the model has returned."""
+        self.program.returns, self.program.result = uses_of(tensors_in(output)), output
+        return self.program
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+    def _params(self, tensors: list[Tensor]) -> set[str]:
+        return {self._names[id(t)] for t in tensors if id(t) in self._names}
+
+    def _note(self, atom: str, name: str, uses: tuple[int, ...], made: list[Tensor], params: set[str]) -> None:
+        if made or atom:
+            makes = self._number(made)
+            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params)))
+            self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
+
+
+def _copied_object(leaf: Any) -> Any:
+    """A cache that the module fills must not be filled twice."""
+    if isinstance(leaf, Tensor | str | int | float | bool | None):
+        return leaf
+    try:
+        with _SharedTensors():
+            return copy.deepcopy(leaf)
+    except Exception:  # whatever a user's class does when it is copied
+        return leaf
+
+
+class _SharedTensors(TorchFunctionMode):
+    """What is copied within shares its tensors, which may be those of a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].detach() if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
+
+
+class _Touched(TorchFunctionMode):
+    """Which parameters take part in what runs within."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._known = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in leaves_in(args, kwargs or {}):
+            if isinstance(leaf, nn.Parameter) and id(leaf) in self._known:
+                self.names.add(self._known[id(leaf)])
+        return func(*args, **(kwargs or {}))
