@@ -263,11 +263,21 @@ class Pipeline:
             seed: seeds the random stream of a micro-batch.
         """
         self._around, self._seed = around, seed
-        self._skeleton.follow()
-        with around(), torch.enable_grad() if has_backward else torch.no_grad():
-            chunks = [Chunk(self._plan(*call), *call, number) for number, call in enumerate(calls)]
+        chunks = self.prepare(calls, has_backward=has_backward, around=around)
         with self._gathered(has_backward):
             self._schedule.run(chunks, on_output, has_backward=has_backward)
+
+    def prepare(
+        self,
+        calls: Sequence[Sample],
+        *,
+        has_backward: bool,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> list[Chunk]:
+        """What the forwards of these micro-batches do, surveyed where it is new; see `run`."""
+        self._skeleton.follow()
+        with around(), torch.enable_grad() if has_backward else torch.no_grad():
+            return [Chunk(self._plan(*call), *call, number) for number, call in enumerate(calls)]
 
     def _gathered(self, has_backward: bool) -> contextlib.AbstractContextManager[None]:
         """Shards are gathered once for all micro-batches; gradients stay here until the step is settled."""

@@ -59,7 +59,7 @@ class Program:
     values: list[Meta] = field(default_factory=list)
     returns: tuple[int, ...] = ()
     result: Any = None  # what it returns, values as shapes
-    outputs: dict[int, Any] = field(default_factory=dict)  # of the call of an atom: its output, values as shapes
+    outputs: dict[int, Any] = field(default_factory=dict)  # by place: what a call gives, values as shapes
 
     @property
     def atoms(self) -> list[str]:

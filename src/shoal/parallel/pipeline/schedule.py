@@ -32,7 +32,8 @@ def schedule_name(layout: Layout) -> str:
     if layout.schedule is not None:
         return layout.schedule
     if layout.virtual > 1:
-        return "interleaved"
+        rounds = max(1, layout.micro // layout.pp)
+        return "looped-bfs" if layout.micro % rounds else "interleaved"  # which works in rounds of one size
     return "1f1b" if layout.micro >= layout.num_stages else "gpipe"
 
 

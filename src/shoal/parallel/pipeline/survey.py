@@ -65,7 +65,10 @@ class Survey(Walk):
                 f"({name_of(func)}, between its modules), and a pipeline cannot follow that. Use torch.cat or "
                 "torch.stack, or do it inside of a module."
             )
-        self._note("", name_of(func), uses, made_by(out, changed), self._params(tensors))
+        place, made = self.place, made_by(out, changed)
+        self._note("", name_of(func), uses, made, self._params(tensors))
+        if made and not changed and not {id(t) for t in made} & {id(t) for t in tensors}:
+            self.program.outputs[place] = out
         return out
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
