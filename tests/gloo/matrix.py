@@ -10,7 +10,10 @@ from zoo import ZOO
 
 from shoal.errors import ShoalError
 
-LAYOUTS = ("dp2", "fsdp2", "tp2", "dp2.tp2", "fsdp2.tp2")
+LAYOUTS = (
+    *("dp2", "fsdp2", "tp2", "dp2.tp2", "fsdp2.tp2"),
+    *("pp2", "pp2.dp2", "pp2.tp2", "pp2.fsdp2", "pp2.dp2.tp2"),
+)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     degrees["ep"] = draw(st.sampled_from([d for d in range(1, num_data + 1) if num_data % d == 0]))
     if degrees["fsdp"] > 1:
         common["reshard"] = draw(st.sampled_from([None, True, False]))
+    if degrees["tp"] > 1:
+        common["sequence"] = draw(st.booleans())
     if num_data > 1 and common.get("reshard") is None:
         common["zero"] = draw(st.sampled_from([None, 1, 2, 3]))
     if degrees["pp"] > 1:
@@ -106,6 +108,8 @@ def test_any_text_parses_to_a_layout_that_prints_the_same_for_ever_or_is_a_layou
         ("pp2:schedule=zbv", "pp2:schedule=zbv"),
         ("pp2:virtual=2,schedule=zbv", "pp2:schedule=zbv"),
         ("pp3:split=4/8", "pp3:split=4/8"),
+        ("tp2:workers=1,sequence=true", "tp2:sequence=true,workers=1"),
+        ("tp2:sequence=false", "tp2"),
         ("threads2", "threads2"),
     ],
 )  # fmt: skip
@@ -116,12 +120,12 @@ def test_a_layout_prints_in_one_canonical_way(text: str, printed: str) -> None:
 def test_parsing_fills_every_field() -> None:
     layout = Layout.parse(
         "pp2.dp3.fsdp4.cp5.tp6.ep12:micro=8,schedule=interleaved,virtual=2,split=1/2/3,recompute=selective,"
-        "compile=block,reshard=true,zero=3,offload=cpu,workers=7"
+        "compile=block,reshard=true,zero=3,offload=cpu,sequence=true,workers=7"
     )
     assert layout == Layout(
         pp=2, dp=3, fsdp=4, cp=5, tp=6, ep=12,
         micro=8, schedule="interleaved", virtual=2, split=(1, 2, 3),
-        recompute="selective", compile="block", reshard=True, zero=3, offload="cpu", workers=7,
+        recompute="selective", compile="block", reshard=True, zero=3, offload="cpu", sequence=True, workers=7,
     )  # fmt: skip
     unset = {field.name for field in fields(Layout) if getattr(layout, field.name) == field.default}
     assert unset == {"threads"}
@@ -194,6 +198,8 @@ def test_degrees_multiply(text: str, ranks: int, data: int, stages: int) -> None
         ("dp2:virtual=2", "virtual belongs to a pipeline"),
         ("dp2:split=4", "split belongs to a pipeline"),
         ("dp2:reshard=true", "Add fsdpN, or drop reshard"),
+        ("dp2:sequence=true", "Add tpN, or drop sequence"),
+        ("tp2:sequence=1", "not a value of sequence"),
         ("tp2:zero=1", "Add dpN or fsdpN, or drop zero"),
         ("fsdp2:zero=1,reshard=true", "contradict"),
         ("dp3.ep2", "ep must divide dp x fsdp = 3, and 2 does not"),
@@ -314,6 +320,7 @@ def test_a_world_of_the_right_size_passes() -> None:
         ("pp2.dp2:split=4", 8, ["pp2.dp4:split=4", "pp4.dp2", "dp8"]),
         ("dp4.ep4", 6, ["dp6.ep2"]),
         ("fsdp2:reshard=true", 1, ["lone"]),
+        ("tp2:sequence=true", 1, ["lone"]),
     ],
 )  # fmt: skip
 def test_the_nearest_layouts_keep_axes_and_options_that_still_hold(

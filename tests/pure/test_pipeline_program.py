@@ -80,7 +80,7 @@ def test_the_dearest_stage_costs_as_little_as_any_cut_allows(costs, data):
 
 
 def test_d116_blocks_that_do_not_divide_and_d166_a_heavy_head():
-    """40 layers on 16 stages; and four layers of 10 with a head of 8, which two stages share as 30 and 18 or 20 and 28."""
+    """40 layers on 16 stages; four layers of 10 with a head of 8 on two: 20 and 28, or 30 and 18."""
     even = {f"a{i}": 1.0 for i in range(40)}
     assert dearest(balance(chain(40), even, 16), even) == 3
     costs = {"a0": 10.0, "a1": 10.0, "a2": 10.0, "a3": 10.0, "a4": 8.0}

@@ -12,7 +12,10 @@ from shoal.verbs.verify.hypotheses import (
     is_reordered,
     is_scaled,
     missing_reduction,
+    missing_squares,
+    of_other_targets,
     of_portions,
+    of_wrong_counts,
     ratio_and_cosine,
     reasons,
 )
@@ -22,11 +25,12 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def setting(micro=1, count=None, **sizes):
+def setting(micro=1, count=None, stages=1, **sizes):
     coordinates = [{}]
     for axis, size in sizes.items():
         coordinates = [{**at, axis: index} for at in coordinates for index in range(size)]
-    return Setting(sizes=sizes, micro=micro, coordinates=coordinates, count=count)
+    stages = max(stages, sizes.get("pp", 1))
+    return Setting(sizes=sizes, micro=micro, stages=stages, coordinates=coordinates, count=count)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,10 @@ def setting(micro=1, count=None, **sizes):
         (40.0, setting(dp=2, count=40), ["it is the sum, not the mean"]),
         (20.0, setting(dp=2, count=40), ["the mean of the ranks' sums"]),
         (1 / 40, setting(dp=2, count=40), ["divided by the count twice"]),
+        (2.0, setting(pp=2, micro=3), ["summed over pp once too often", "number of processes"]),
+        (4.0, setting(pp=2, micro=3, stages=4), ["summed over the 4 stages"]),
+        (0.25, setting(pp=2, dp=3, stages=4), ["divided by the number of stages, 4"]),
+        (0.2, setting(pp=2, micro=5), ["number of micro-batches once too often"]),
         (1.7, setting(dp=2, micro=3, count=40), []),
         (2.0 + 1e-6, setting(dp=2), []),
     ],
@@ -70,6 +78,63 @@ def test_a_reduction_that_is_missing_over_some_axes_is_found(axes, sizes, word):
     assert missing_reduction(versions, reference * 1.001, where) == ""
 
 
+def test_a_sum_over_the_stages_that_hold_a_tied_weight_is_missing():
+    where = setting(pp=4, dp=2)
+    held = [draw(5, seed=at["pp"]) for at in where.coordinates]  # that of stage 0 where a stage holds none
+    held = [held[0] if at["pp"] in (1, 2) else own for own, at in zip(held, where.coordinates, strict=True)]
+    reference = held[0] + held[-1]
+    assert missing_reduction(held, reference, where, holders=(0, 3)) == "a sum over pp is missing"
+    assert missing_reduction(held, reference, where) == ""
+    assert missing_reduction(held, reference * 1.001, where, holders=(0, 3)) == ""
+
+
+def test_a_reduction_of_one_stage_alone_over_the_data_ranks_is_found():
+    where = setting(pp=2, dp=2)
+    held = [draw(5, seed=at["dp"]) for at in where.coordinates]
+    mean = (held[0] + held[1]) / 2
+    assert missing_reduction(held, mean, where, holders=(1,)) == "a mean over dp is missing"
+
+
+def test_norms_of_stages_whose_squares_are_not_added_up_are_found():
+    where = setting(pp=2, dp=2)
+    assert missing_squares([3.0, 3.0, 4.0, 4.0], [5.0], where) == "the squares are not added up over pp"
+    assert missing_squares([3.0, 3.0, 4.0, 4.0], [7.0, 5.0], where) == "the squares are not added up over pp"
+    assert missing_squares([3.0, 3.0, 4.0, 4.1], [5.0], where) == ""
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ([1, 2, 3, 0], "each with those of the 1. after it"),
+        ([3, 0, 1, 2], "each with those of the 3. after it"),
+        ([3, 2, 1, 0], "in the opposite order"),
+        ([2, 2, 2, 2], "all with those of micro-batch 3"),
+        ([0, 0, 3, 2], ""),
+    ],
+)
+def test_targets_of_other_micro_batches_are_found_in_the_loss(order, said):
+    # Of output i beside targets j.
+    crossed = [[[(1.0 + 10 * i + j * j + 0.1 * i * j**3, 1.0 + j) for j in range(4)] for i in range(4)]]
+    parts = [crossed[0][i][j] for i, j in enumerate(order)]
+    loss = sum(value for value, _ in parts) / sum(count for _, count in parts)
+    told = of_other_targets(loss, crossed)
+    assert said in told
+    assert bool(told) is bool(said)
+    assert of_other_targets(loss, [[[None] * 4] * 4]) == ""
+    assert of_other_targets(loss, [[[(1.0, 1.0)]]]) == ""
+
+
+@pytest.mark.parametrize(
+    ("times", "said"), [((1, 1, 4), "3 is counted 4 times"), ((0, 1, 1), "1 is left out"), ((1, 1.5, 1), "")]
+)
+def test_a_micro_batch_that_is_counted_wrongly_is_found_in_the_loss(times, said):
+    parts = [[(3.0, 2.0), (5.0, 4.0), (11.0, 3.0)]]
+    weighed = [(v * n, c * n) for (v, c), n in zip(parts[0], times, strict=True)]
+    told = of_wrong_counts(sum(v for v, _ in weighed) / sum(c for _, c in weighed), parts)
+    assert said in told
+    assert bool(told) is bool(said)
+
+
 def portions(counts, micro=1):
     return [
         Portion(data_rank=rank, micro=index, gradient=draw(4, seed=10 * rank + index), count=count)
@@ -96,6 +161,12 @@ def test_a_micro_batch_alone_is_found():
     parts = portions([3, 5], micro=2)
     last = total([part for part in parts if part.micro == 1])
     assert of_portions(last / 8, parts) == "it is that of micro-batch 2 of 2 alone: the others are lost"
+
+
+def test_a_micro_batch_that_is_left_out_is_found():
+    parts = portions([3], micro=3)
+    left = total([part for part in parts if part.micro != 1])
+    assert of_portions(left / 9, parts) == "that of micro-batch 2 of 3 is left out"
 
 
 def test_a_mean_of_means_is_found_where_parts_are_ragged():

@@ -107,7 +107,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(tmp_path):
         ((None, None), VerifyError, "one of JOB, --runs A B and --self-test, and got none"),
         (("gpt", None), LayoutError, "shoal verify gpt --layout dp2"),
         (("gpt", "dp"), LayoutError, "has no degree"),
-        (("gpt", "pp2"), LayoutError, "not available yet"),
+        (("gpt", "cp2"), LayoutError, "not available yet"),
         (("nothing.py", "dp2"), ShoalError, "nothing.py"),
     ],
 )

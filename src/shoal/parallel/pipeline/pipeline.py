@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from shoal.parallel.pipeline.reduce import LateReduction
 from shoal.parallel.pipeline.schedule import Schedule, schedule_name, stages_of
 from shoal.parallel.pipeline.skeleton import Skeleton
 from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
+from shoal.parallel.pipeline.streams import Seed, Streams, no_seed
 from shoal.parallel.pipeline.walk import Finished, StageWalk, View
 from shoal.parallel.swap import become
 from shoal.units import show_count
@@ -30,12 +31,7 @@ if TYPE_CHECKING:
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 Costs = Callable[[Sequence[str]], Mapping[str, float]]  # the work of these modules in one forward
-Seed = Callable[[int, int], None]  # (micro-batch, stage; -1: what all stages share) -> torch's generator is seeded
 _KEY = "_shoal_pipeline"
-
-
-def _no_seed(number: int, stage: int) -> None:
-    pass
 
 
 class Pipeline:
@@ -78,7 +74,7 @@ class Pipeline:
         self._view = View()
         self._skeleton = Skeleton(model, world, self.atoms, self._view)
         self._plans: dict[Any, Plan] = {}
-        self._seed: Seed = _no_seed
+        self._seed: Seed = no_seed
         _, self._sample = self._skeleton.program(*sample)
         self._work = self._measured(costs)
         self.owner: dict[str, int] = {}
@@ -251,7 +247,7 @@ class Pipeline:
         *,
         has_backward: bool,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        seed: Seed = _no_seed,
+        seed: Seed = no_seed,
     ) -> None:
         """All micro-batches through all stages; collective.
 
@@ -290,7 +286,7 @@ class Pipeline:
 
     def _run(self, stage: int, chunk: Chunk, inputs: list[Tensor]) -> Any:
         received = dict(zip(chunk.plan.cut.enters[stage], inputs, strict=True))
-        streams = _Streams(self._seed, chunk.number, stage, self._world.device)
+        streams = Streams(self._seed, chunk.number, stage, self._world.device)
         walk = StageWalk(
             chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own, is_dry=self._skeleton.is_dry
         )
@@ -338,31 +334,6 @@ class _Root:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_KEY].forward(super().forward, args, kwargs)  # type: ignore[misc]  # of the user's class
-
-
-class _Streams:
-    """Random numbers: what is between atoms draws the same in every stage, and atoms their stage's own."""
-
-    def __init__(self, seed: Seed, number: int, stage: int, device: torch.device) -> None:
-        self._kind: Any = torch.cuda if device.type == "cuda" else torch
-        self._own: Tensor | None = None
-        self._is_on = seed is not _no_seed
-        if self._is_on:
-            seed(number, stage)
-            self._own = self._kind.get_rng_state()
-            seed(number, -1)
-
-    @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        """Around an atom."""
-        if not self._is_on:
-            yield
-            return
-        common = self._kind.get_rng_state()
-        self._kind.set_rng_state(self._own)
-        yield
-        self._own = self._kind.get_rng_state()
-        self._kind.set_rng_state(common)
 
 
 def _listed(atoms: Sequence[str]) -> str:

@@ -1,0 +1,39 @@
+"""Random numbers in a pipeline: each stage and micro-batch has its own."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Seed = Callable[[int, int], None]  # (micro-batch, stage; -1: what all stages share) -> torch's generator is seeded
+
+
+def no_seed(number: int, stage: int) -> None:
+    """Where nothing is drawn."""
+
+
+class Streams:
+    """Random numbers: what is between atoms draws the same in every stage, and atoms their stage's own."""
+
+    def __init__(self, seed: Seed, number: int, stage: int, device: torch.device) -> None:
+        self._kind: Any = torch.cuda if device.type == "cuda" else torch
+        self._own: Tensor | None = None
+        self._is_on = seed is not no_seed
+        if self._is_on:
+            seed(number, stage)
+            self._own = self._kind.get_rng_state()
+            seed(number, -1)
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Around an atom."""
+        if not self._is_on:
+            yield
+            return
+        common = self._kind.get_rng_state()
+        self._kind.set_rng_state(self._own)
+        yield
+        self._own = self._kind.get_rng_state()
+        self._kind.set_rng_state(common)

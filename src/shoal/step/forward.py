@@ -1,0 +1,123 @@
+"""The model applied to a batch as the job says: inputs, precision, loss, micro-batches."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.data import RankBatch
+from shoal.errors import JobError
+from shoal.job import Job, Sum
+from shoal.parallel.place import placement_of
+from shoal.precision import Widened
+from shoal.world import World
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def rounds(batch: RankBatch, world: World) -> list[tuple[Any, bool]]:
+    """The micro-batches of a rank and whether each is live: as many on every rank, since ranks may meet in a forward.
+
+    A rank with fewer samples than rounds, or with none, fills up with stand-ins, which count nothing; so do all ranks
+    of a pipeline, whose schedule is made for one number of micro-batches.
+    """
+    live = batch.num_samples > 0
+    most = world.layout.micro
+    if world.layout.pp == 1:
+        most = min(most, -(-batch.num_global // world.num_data))
+    own = [(part, live) for part in batch.micro]
+    return own + [(batch.micro[-1], False)] * (most - len(own))
+
+
+def on_device(batch: Any, job: Job, world: World) -> Any:
+    """A batch where the model is; its numbers as wide as the model's in a float64 run."""
+
+    def move(tensor: Tensor) -> Tensor:
+        wide = job.precision == "fp64" and tensor.is_floating_point()
+        return tensor.to(world.device, torch.float64 if wide else None, non_blocking=True)
+
+    return tree_map_only(Tensor, move, batch)
+
+
+def call_of(job: Job, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for a batch: positions and keywords."""
+    inputs = job.inputs(batch)
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+class Forward:
+    """The model applied as the job says: precision, inputs, loss; shared by training and evaluation."""
+
+    def __init__(self, job: Job, model: nn.Module, world: World) -> None:
+        self._job, self._model, self._world = job, model, world
+        self._half = DTYPES[job.precision] if job.precision in ("bf16", "fp16") else None
+
+    def __call__(self, batch: Any) -> tuple[Any, Any, Sum]:
+        """Returns (output, batch on the device, loss); raises JobError for a loss that is no Sum."""
+        batch = on_device(batch, self._job, self._world)
+        with self.autocast():
+            args, kwargs = call_of(self._job, batch)
+            output = self._model(*args, **kwargs)
+        return output, batch, self.loss(output, batch)
+
+    def through_stages(
+        self,
+        parts: Sequence[Any],
+        on_output: Callable[[int, Any, Any, Sum], Any],
+        *,
+        has_backward: bool,
+        seed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """The same in a pipeline, for all micro-batches of a rank; collective.
+
+        Args:
+            on_output: called in the last stage with the number of the micro-batch and what `__call__` returns; gives
+                what backward begins with.
+        """
+        pipeline = placement_of(self._model).pipeline
+        assert pipeline is not None, "the layout has an axis pp"
+        batches = [on_device(part, self._job, self._world) for part in parts]
+        pipeline.run(
+            [call_of(self._job, batch) for batch in batches],
+            lambda output, number: on_output(number, output, batches[number], self.loss(output, batches[number])),
+            has_backward=has_backward,
+            around=self.autocast,
+            **({} if seed is None else {"seed": seed}),
+        )
+
+    def loss(self, output: Any, batch: Any) -> Sum:
+        """The job's loss, under its precision; raises JobError where it is no Sum."""
+        with self.autocast():
+            return _checked(self._job.loss(output, batch), type(self._job).__name__)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of the job, around a forward."""
+        if self._job.precision == "fp64":
+            return Widened()
+        if self._half is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._world.device.type, self._half)
+
+
+def _checked(loss: object, job: str) -> Sum:
+    if not isinstance(loss, Sum):
+        raise JobError(
+            f"{job}.loss() returned {type(loss).__name__}, not a Sum(value, count). A mean cannot be put together "
+            "again over ranks: return mean_loss(F.cross_entropy(output, target, reduction='none')), "
+            "token_loss(logits, targets), or Sum(value, count)."
+        )
+    if not isinstance(loss.value, Tensor) or loss.value.dim() != 0:
+        shape = tuple(loss.value.shape) if isinstance(loss.value, Tensor) else type(loss.value).__name__
+        raise JobError(f"{job}.loss() returned a Sum whose value is {shape}; it must be a 0-dim tensor: add it up.")
+    counts = loss.count
+    if not isinstance(counts, Tensor | int | float) or (isinstance(counts, Tensor) and counts.requires_grad):
+        what = "depends on parameters" if isinstance(counts, Tensor) else f"is {type(counts).__name__}"
+        raise JobError(
+            f"{job}.loss() returned a Sum whose count {what}; it must be a plain number of samples, tokens or weights."
+        )
+    return loss
