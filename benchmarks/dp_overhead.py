@@ -1,84 +1,63 @@
 """Steady throughput of `gpt`, lone and dp2, against the hand-written loop; and scaling efficiency E(2) of both.
 
-One CPU thread per process. Four arms take turns, so that a busy moment hits all: rounds of short runs, the median
-step of each, and the ratio round by round: python benchmarks/dp_overhead.py [--rounds 5] [--steps 40]
+Strong scaling: the global batch is the same. Both arms live in the same processes (turns.py), one CPU thread each. The
+two world sizes cannot, so launches of one and of two processes take turns:
+python benchmarks/dp_overhead.py [--launches 4] [--rounds 6] [--width 128]
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-BLOCK = 10
-WARM_UP = 20
+import turns
+from handwritten import decoder, loop, replicated
+
+from shoal.models.gpt import GPT
+
+BATCH, STEPS = 32, 10_000
 
 
-def shoal_step_s(layout: str, steps: int, *sets: str) -> float:
-    """The median over blocks of 10 steps, as metrics.jsonl has them in an ordinary run."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [BIN / "shoal", "train", "gpt", "--layout", layout, "--steps", str(steps), "--run", folder, "--json"]
-        subprocess.run(
-            [*command, "--threads", "1", "--log-every", str(BLOCK), *sets],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env=ENV,
+def measure(args: argparse.Namespace) -> None:
+    """In a rank."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    job = GPT(width=args.width, batch_size=BATCH, steps=STEPS)
+
+    def by_hand() -> turns.Step:
+        return loop(replicated(decoder(args.width)), batch_size=BATCH, steps=STEPS, num_data=size, data_rank=rank)
+
+    turns.take(
+        "lone" if size == 1 else f"dp{size}",
+        lambda world: {"shoal": turns.by_shoal(job, world), "by hand": by_hand()},
+        rounds=args.rounds,
+        warm_up=args.warm_up,
+    )
+
+
+def show(launches: list[tuple[turns.Times, turns.Times]]) -> None:
+    """The rounds of all launches in one row; E(2) from the medians of each pair of launches."""
+    turns.show_header()
+    for what, times in zip(("lone", "dp2"), zip(*launches, strict=True), strict=True):
+        turns.show_arm(what, turns.joined(times), against="by hand")
+    for clock in ("wall", "CPU"):
+        ours, theirs = (
+            [statistics.median(one[clock][arm]) / statistics.median(two[clock][arm]) / 2 for one, two in launches]
+            for arm in ("shoal", "by hand")
         )
-        events = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-        return statistics.median(e["perf/step_time_s"] for e in events if e["step"] > WARM_UP and "train/loss" in e)
-
-
-def handwritten_step_s(num_ranks: int, steps: int, *arguments: str) -> float:
-    """The same of the hand-written loop, under torchrun or alone."""
-    script = [str(HERE / "handwritten.py"), "--steps", str(steps), "--warm-up", str(WARM_UP), *arguments]
-    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [*torchrun, *script] if num_ranks > 1 else [sys.executable, *script]
-    # With torch 2.13 one such script in ten aborts at its very end, its line printed.
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENV)
-    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
-    times = json.loads(line)["step_times_s"]
-    return statistics.median(statistics.mean(times[i : i + BLOCK]) for i in range(0, len(times), BLOCK))
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        turns.show_row(f"E(2) = T(1) / (2 T(2)), {clock}", ours, theirs, ratios, digits=3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--launches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--width", type=int, default=128)
     args = parser.parse_args()
-    sets, arguments = ["--set", f"width={args.width}"], ["--width", str(args.width)]
-    rows = [
-        (
-            shoal_step_s("lone", args.steps, *sets),
-            handwritten_step_s(1, args.steps, *arguments),
-            shoal_step_s("dp2", args.steps, *sets),
-            handwritten_step_s(2, args.steps, *arguments),
-        )
-        for _ in range(args.rounds)
-    ]
-    lone, by_hand, dp2, ddp = (statistics.median(column) for column in zip(*rows, strict=True))
-    print("| what | shoal | by hand | throughput ratio (median of rounds) | min | max |")
-    print("|---|---|---|---|---|---|")
-    report("lone, ms per step", lone * 1e3, by_hand * 1e3, [b / a for a, b, _, _ in rows])
-    report("dp2, ms per step", dp2 * 1e3, ddp * 1e3, [d / c for _, _, c, d in rows])
-    efficiencies = [((a / c / 2), (b / d / 2)) for a, b, c, d in rows]
-    ours, theirs = (statistics.median(column) for column in zip(*efficiencies, strict=True))
-    report("E(2) = T(1) / (2 T(2))", ours, theirs, [a / b for a, b in efficiencies])
-
-
-def report(name: str, ours: float, theirs: float, ratios: list[float]) -> None:
-    """One row of the table."""
-    print(
-        f"| {name} | {ours:.4g} | {theirs:.4g} | {statistics.median(ratios):.3f} "
-        f"| {min(ratios):.3f} | {max(ratios):.3f} |",
-        flush=True,
-    )
+    if turns.is_rank():
+        measure(args)
+    else:
+        show([(turns.start(1), turns.start(2)) for _ in range(args.launches)])
 
 
 if __name__ == "__main__":

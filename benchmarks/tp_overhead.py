@@ -4,37 +4,27 @@
     dtensor    torch's parallelize_module, ColwiseParallel and RowwiseParallel on the same layers
 
 Table, position and head are whole in both, as such scripts have them; shoal splits table and head too. All arms live
-in the same two processes (one CPU thread each), and take turns in blocks of steps, so that a busy moment hits all:
-python benchmarks/tp_overhead.py [--rounds 10] [--width 128]
+in the same two processes (turns.py): python benchmarks/tp_overhead.py [--rounds 10] [--width 128]
 """
 
 import argparse
-import os
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import turns
+from handwritten import decoder, loop
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, RandomSampler
 
-from shoal import World, assemble
-from shoal.data import StdlibText
-from shoal.models.gpt import GPT, Decoder
+from shoal import World
+from shoal.models.gpt import GPT
 
-BLOCK = 10
-CONTEXT, DEPTH, HEADS, BATCH = 128, 4, 4, 16
-
-Step = Callable[[], float]  # one optimizer step -> the loss
+BATCH, STEPS = 16, 10_000
 
 
 class Enter(torch.autograd.Function):
@@ -87,12 +77,6 @@ def _slice(whole: Tensor, dim: int) -> nn.Parameter:
     return nn.Parameter(whole.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()].clone())
 
 
-def decoder(width: int) -> Decoder:
-    """The same weights in every arm."""
-    torch.manual_seed(0)
-    return Decoder(width=width, depth=DEPTH, heads=HEADS, context=CONTEXT, tied=True, dropout=0.0)
-
-
 def megatron(width: int) -> tuple[nn.Module, set[int]]:
     """The model, and the ids of the parameters that are slices."""
     model, sliced = decoder(width), set()
@@ -116,39 +100,14 @@ def dtensor(width: int) -> tuple[nn.Module, set[int]]:
     return model, sliced
 
 
-def by_hand(model: nn.Module, sliced: set[int]) -> Step:
-    """The loop of a careful person: clipping by the norm of all slices, AdamW, schedule, the loss as a number."""
-    params = list(model.parameters())
-    kinds = [[p for p in params if (p.dim() > 1, isinstance(p, DTensor)) == kind] for kind in _KINDS]
-    decays = [0.1 if is_matrix else 0.0 for is_matrix, _ in _KINDS]
-    groups = [{"params": held, "weight_decay": decay} for held, decay in zip(kinds, decays, strict=True) if held]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10_000, eta_min=2e-4)
-    batches = _batches()
-
-    def step() -> float:
-        inputs, targets = next(batches)
-        optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        _clip(params, sliced)
-        optimizer.step()
-        schedule.step()
-        return float(loss.detach())
-
-    return step
+def by_hand(model: nn.Module, sliced: set[int]) -> turns.Step:
+    """The loop of a careful person: both ranks take the whole batch, and clip by the norm of all slices."""
+    clip = functools.partial(clip_slices, sliced=sliced)
+    return loop(model, batch_size=BATCH, steps=STEPS, num_data=1, data_rank=0, clip=clip)
 
 
-_KINDS = [(is_matrix, is_dtensor) for is_matrix in (True, False) for is_dtensor in (True, False)]
-
-
-def _batches() -> Iterator[tuple[Tensor, Tensor]]:
-    data = StdlibText(CONTEXT)
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(0))
-    return iter(DataLoader(data, batch_size=BATCH, sampler=sampler))
-
-
-def _clip(params: list[nn.Parameter], sliced: set[int]) -> None:
+def clip_slices(params: list[nn.Parameter], *, sliced: set[int]) -> None:
+    """Slices add up over the ranks; what is whole counts once."""
     grads = {id(p): p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params}
     own = torch.nn.utils.get_total_norm([grad for key, grad in grads.items() if key in sliced]) ** 2
     dist.all_reduce(own)
@@ -156,68 +115,15 @@ def _clip(params: list[nn.Parameter], sliced: set[int]) -> None:
     torch._foreach_mul_(list(grads.values()), (1.0 / (norm + 1e-6)).clamp(max=1.0))
 
 
-def by_shoal(width: int, world: World) -> Step:
-    """An ordinary run."""
-    job = GPT(width=width, depth=DEPTH, heads=HEADS, context=CONTEXT, batch_size=BATCH, steps=10_000)
-    run = assemble(job, world, quiet=True, log_every=BLOCK)
-    steps = run.steps()
-
-    def step() -> float:
-        result = next(steps)()
-        run.log(result)
-        return float(result.loss)
-
-    return step
-
-
-def measure(arms: dict[str, Step], rounds: int, warm_up: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds per step by arm, one pair (wall, CPU) for each round; another arm begins in each."""
-    for step in arms.values():
-        for _ in range(warm_up):
-            step()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    names = list(arms)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
-            began, cpu_began = time.perf_counter(), time.process_time()
-            for _ in range(BLOCK):
-                arms[name]()
-            times[name].append(((time.perf_counter() - began) / BLOCK, (time.process_time() - cpu_began) / BLOCK))
-    return times
-
-
-def be_rank(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    with World.open("tp2") as world:
-        arms = {
-            "shoal": by_shoal(args.width, world),
-            "megatron": by_hand(*megatron(args.width)),
-            "dtensor": by_hand(*dtensor(args.width)),
-        }
-        first = {name: step() for name, step in arms.items() if name != "shoal"}
-        assert abs(first["megatron"] - first["dtensor"]) < 1e-4, first  # they train the same
-        times = measure(arms, args.rounds, args.warm_up)
-        if world.rank == 0:
-            report(times)
-
-
-def report(times: dict[str, list[tuple[float, float]]]) -> None:
-    """What shoal takes, what it takes by hand, and the ratio round by round (below 1: shoal is faster).
-
-    CPU time of rank 0 counts what is done and not what is waited for: a busy machine moves it less.
-    """
-    print("| tp2, ms per step | shoal | by hand | shoal / by hand (median of rounds) | min | max |")
-    print("|---|---|---|---|---|---|")
-    for name in ("megatron", "dtensor"):
-        for what, place in (("wall", 0), ("CPU", 1)):
-            ours, theirs = ([pair[place] for pair in times[arm]] for arm in ("shoal", name))
-            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            print(
-                f"| {name}, {what} | {statistics.median(ours) * 1e3:.1f} | {statistics.median(theirs) * 1e3:.1f} "
-                f"| {statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} |",
-                flush=True,
-            )
+def make_arms(world: World, width: int) -> dict[str, turns.Step]:
+    arms = {
+        "shoal": turns.by_shoal(GPT(width=width, batch_size=BATCH, steps=STEPS), world),
+        "megatron": by_hand(*megatron(width)),
+        "dtensor": by_hand(*dtensor(width)),
+    }
+    first = {name: step() for name, step in arms.items() if name != "shoal"}
+    assert abs(first["megatron"] - first["dtensor"]) < 1e-4, first  # they train the same
+    return arms
 
 
 def main() -> None:
@@ -226,12 +132,13 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--width", type=int, default=128)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        be_rank(args)
+    if turns.is_rank():
+        turns.take("tp2", lambda world: make_arms(world, args.width), rounds=args.rounds, warm_up=args.warm_up)
         return
-    torchrun = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, *sys.argv], check=True, env=env)
+    times = turns.start(2)
+    turns.show_header()
+    for against in ("megatron", "dtensor"):
+        turns.show_arm(f"tp2 against {against}", times, against=against)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.digest import digest
+from shoal.dry import has_numbers, numbers
 from shoal.errors import JobError, NumericsError, WorldError
 from shoal.parallel.clip import dense
 from shoal.parallel.parts import local_of, parts_of
@@ -40,7 +41,7 @@ def check_same_model(model: nn.Module, world: World) -> None:
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     facts = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named]
-    prints = ["" if t.device.type == "meta" else digest(t) for _, t in named]  # on meta, drawn from (seed, name) later
+    prints = [digest(t) if has_numbers(t) else "" for _, t in named]  # on meta, drawn from (seed, name) later
     rows = world.gather_text(hashlib.sha256(json.dumps([facts, prints]).encode()).hexdigest())
     if len(set(rows)) == 1:
         return
@@ -122,6 +123,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in ids]
 
 
+@numbers()  # in a dry run too
 def check_acts_by_element(optimizer: torch.optim.Optimizer, layout: str) -> None:
     """An optimizer of parameters that are cut must treat each element by itself: tried on a matrix and on its halves.
 

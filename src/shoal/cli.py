@@ -35,6 +35,7 @@ app.add_typer(checkpoint, name="checkpoint")
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="digits, gpt, jobs/mine.py, jobs/mine.py:Mine, module:Mine")
 ]
+Preset = Annotated[str | None, typer.Option(help="Values that the job sets together: gpt3-175b; --set is stronger.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -43,6 +44,7 @@ def train(
     job: JobName,
     layout: Annotated[str | None, typer.Option(help="Where it runs: lone, dp2, dp4:micro=2,workers=2")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: lr=3e-4 (repeatable).")] = None,
+    preset: Preset = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with these settings and a table \\[set].")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, over the job's own.")] = None,
     # torchrun takes the first spelling for one of its own flags, even behind `-m shoal`.
@@ -89,6 +91,7 @@ def train(
         "nproc_per_node": nproc_per_node,
         "tensorboard": tensorboard,
         "weights": weights,
+        "preset": preset,
     }
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.train import command
@@ -110,6 +113,7 @@ def verify(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A field of the job: width=64 makes it small (repeatable).")
     ] = None,
+    preset: Preset = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps with SGD, and again with the job's optimizer.")] = 3,
     runs: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two runs that were made already.")
@@ -123,9 +127,32 @@ def verify(
     from shoal.verbs.verify import answer
 
     with _answer(as_json):
-        report = answer(job, layout, set_ or [], steps=steps, runs=runs, self_test=self_test, quiet=as_json)
+        report = answer(
+            job, layout, set_ or [], steps=steps, runs=runs, self_test=self_test, preset=preset, quiet=as_json
+        )
     _print_json(report.as_dict()) if as_json else typer.echo(str(report))
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def plan(
+    job: JobName,
+    layout: Annotated[str, typer.Option(help="The layout to plan, of any size: pp64.dp6.tp8:micro=256")],
+    preset: Preset = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: width=64 (repeatable).")] = None,
+    ranks: Annotated[
+        str, typer.Option(help="ends: the first, a middle and the last stage; all: every stage; or numbers, 0,5")
+    ] = "ends",
+    as_json: Json = False,
+) -> None:
+    """Tell memory, FLOPs and traffic of each rank of a layout, without the machine for it: nothing is computed."""
+    from shoal.settings import TrainSettings, resolve
+    from shoal.verbs.plan import command
+
+    with _answer(as_json):
+        values = resolve(TrainSettings, flags={"layout": layout, "set": set_ or []}).values
+        found = command(job, layout, fields=values.set, preset=preset, ranks=ranks)
+    _print_json(found.as_dict()) if as_json else typer.echo(str(found))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

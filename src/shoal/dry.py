@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
 
-class _Shapes(FakeTensorMode):
+class _Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own hook has no types
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Shapes":
         return self  # every shape refers to it, and whoever copies a model would copy all that it knows
 
@@ -45,10 +46,17 @@ def has_numbers(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
+def as_shapes(tree: Any) -> Any:
+    """The same without numbers, in a dry run."""
+    mode = dry_mode()
+    assert mode is not None, "shapes are of a dry run"
+    return tree_map_only(Tensor, mode.from_tensor, tree)
+
+
 @contextlib.contextmanager
 def numbers() -> Iterator[None]:
     """Within: tensors are real even in a dry run. Data are read so, as any user's code may look at them."""
-    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+    with unset_fake_temporarily():
         yield
 
 

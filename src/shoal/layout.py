@@ -33,23 +33,11 @@ CHOICES = {
     "offload": ("none", "cpu"),
     "zero": (None, 1, 2, 3),
     "reshard": (None, True, False),
+    "sequence": (False, True),
 }
 MAX_COUNT = 2**20  # a degree beyond a million ranks is a slip of the finger
-AVAILABLE = (
-    "pp",
-    "dp",
-    "fsdp",
-    "tp",
-    "micro",
-    "schedule",
-    "virtual",
-    "split",
-    "workers",
-    "recompute",
-    "compile",
-    "reshard",
-    "zero",
-    "offload",
+AVAILABLE = tuple(
+    ["pp", "dp", "fsdp", "tp", "micro", "schedule", "virtual", "split", "workers", "recompute", "compile", "reshard", "zero", "offload", "sequence"]
 )
 
 
@@ -81,6 +69,7 @@ class Layout:
     reshard: bool | None = None
     zero: int | None = None
     offload: str = "none"
+    sequence: bool = False
     workers: int = 0
 
     def __post_init__(self) -> None:
@@ -126,7 +115,7 @@ class Layout:
             raise LayoutError(
                 f"{self}: not available yet in this version: {', '.join(missing)}. "
                 "Available: lone, pp, dp, fsdp, tp and their products, with micro=, schedule=, virtual=, split=, "
-                "workers=, recompute=, compile=, reshard=, zero= and offload=."
+                "workers=, recompute=, compile=, reshard=, zero=, offload= and sequence=."
             )
 
 
@@ -183,6 +172,8 @@ def _problems(layout: Layout) -> Iterator[str]:
             f"zero={layout.zero} and reshard={_spell(layout.reshard)} contradict each other: only zero=3 "
             "frees parameters between forward and backward. Give one of the two."
         )
+    if layout.sequence and layout.tp == 1:
+        yield "sequence cuts what lies between the splits of tp, and there are none. Add tpN, or drop sequence."
     yield from _pipeline_problems(layout)
 
 
@@ -393,6 +384,8 @@ def _refit(layout: Layout, degrees: dict[str, int]) -> Layout | None:
         changes["reshard"] = None
     if num_data == 1:
         changes["zero"] = None
+    if degrees.get("tp", 1) == 1:
+        changes["sequence"] = False
     try:
         return replace(layout, **changes)
     except LayoutError:

@@ -47,6 +47,7 @@ class TrainSettings(BaseModel):
     nproc_per_node: int | None = Field(default=None, ge=1)
     tensorboard: bool = False
     weights: str | None = None
+    preset: str | None = None
     set: dict[str, str] = Field(default_factory=dict)
 
 
@@ -116,6 +117,15 @@ def resolve(
 
 
 Given = tuple[str, Any, str]  # name, value, where it was said
+
+
+def with_preset(settings: Settings[TrainSettings], fields: Mapping[str, Any]) -> Settings[TrainSettings]:
+    """The settings with what a preset says of the job, where nothing else says it."""
+    said = settings.values.set
+    more = {name: _show(value) for name, value in fields.items() if name not in said}
+    origin = {f"set.{name}": f"preset {settings.values.preset}" for name in more}
+    values = settings.values.model_copy(update={"set": {**more, **said}})
+    return Settings(values=values, origin={**settings.origin, **origin})
 
 
 def _from_config(schema: type[BaseModel], path: Path | None) -> list[Given]:

@@ -34,6 +34,11 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
+def smaller(line: str) -> str:
+    """The same line with a model that needs a third of the time: the command is what must work."""
+    return line.replace("--set width=64 --set depth=2", "--set width=16 --set depth=1")
+
+
 def table(document: Path, heading: str) -> list[list[str]]:
     """The rows of the first table below a heading, without its own two head lines."""
     section = re.split(r"^#+ ", document.read_text().partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
@@ -78,7 +83,7 @@ def test_everything_that_the_readme_shows_runs_in_order(folder: Path) -> None:
         assert language == "bash", f"a block of {language or 'no language'} would not be run"
         for line in commands(text):
             if not line.startswith("make "):
-                said[line] = run(["bash", "-c", line], folder)
+                said[line] = run(["bash", "-c", smaller(line)], folder)
     assert len(said) >= 6
 
     def said_by(words: str) -> str:

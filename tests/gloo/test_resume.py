@@ -1,6 +1,8 @@
 """Resume is exact: the steps after it are those of the run that was never interrupted, bit for bit."""
 
+import functools
 import random
+import shutil
 from dataclasses import dataclass
 
 import jobs
@@ -68,10 +70,11 @@ def interrupted(layout: str, step: int, folder) -> None:
 @pytest.mark.parametrize("layout", ["lone", "dp2", "dp2:workers=2"])
 def test_resume_at_every_step_is_bit_equal(layout, tmp_path):
     whole = record(Whole, layout)
+    saved = record(Whole, layout, folder=tmp_path / "saved", save_every=1, keep=STEPS)
+    assert_bit_equal(saved, whole, 0)
     for step in range(1, STEPS):
-        folder = tmp_path / f"{step}"
-        interrupted(layout, step, folder)
-        assert checkpoint_steps(folder)[-1] == step
+        folder, name = tmp_path / f"{step}", f"checkpoints/step_{step:06d}"
+        shutil.copytree(tmp_path / "saved" / name, folder / name)  # what a run that died after this step leaves
         resumed = record(Whole, layout, folder=folder, resume="auto")
         assert_bit_equal(resumed, whole, step)
 
@@ -103,14 +106,32 @@ CONTINUED = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), CONTINUED)
-def test_another_layout_continues_the_same_training(before, after, tmp_path):
-    """D126: the position is a global one; no sample repeats or vanishes. Each rank reads what it holds, AdamW's too."""
+@functools.cache
+def whole_adamant() -> Record:
+    """In one process, never interrupted."""
     (whole,) = record(lambda: jobs.Adamant(steps=STEPS))
-    with pytest.raises((KeyboardInterrupt, AssertionError)):
-        record(lambda: jobs.Adamant(steps=STEPS), before, on_step=stop_at(6), folder=tmp_path, save_every=6)
-    resumed = record(lambda: jobs.Adamant(steps=STEPS), after, folder=tmp_path / "next", resume=tmp_path)
-    assert_same_training(resumed, rest_of_run(6, whole))
+    return whole
+
+
+@pytest.fixture(scope="module")
+def died_after_6(tmp_path_factory):
+    """The folder of a run that died after step 6 of a layout; each layout is run once."""
+
+    @functools.cache
+    def died(layout: str):
+        folder = tmp_path_factory.mktemp("died")
+        with pytest.raises((KeyboardInterrupt, AssertionError)):
+            record(lambda: jobs.Adamant(steps=STEPS), layout, on_step=stop_at(6), folder=folder, save_every=6)
+        return folder
+
+    return died
+
+
+@pytest.mark.parametrize(("before", "after"), CONTINUED)
+def test_another_layout_continues_the_same_training(before, after, died_after_6, tmp_path):
+    """D126: the position is a global one; no sample repeats or vanishes. Each rank reads what it holds, AdamW's too."""
+    resumed = record(lambda: jobs.Adamant(steps=STEPS), after, folder=tmp_path, resume=died_after_6(before))
+    assert_same_training(resumed, rest_of_run(6, whole_adamant()))
 
 
 def test_a_resumed_run_says_the_lr_of_the_step_that_comes(tmp_path):

@@ -560,6 +560,87 @@ def test_a_block_by_itself_is_refused():
         in_world("fsdp2", lambda world: shoal.place(build(), world).layers[0](batch_of(0)))
 
 
+class Reaching(nn.Module):
+    """Something outside of the blocks reads a parameter of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.read(x))
+
+    def read(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Product(Reaching):
+    def read(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layers[1][0].weight)
+
+
+class View(Reaching):
+    def read(self, x: Tensor) -> Tensor:
+        matrix = self.layers[1][0].weight
+        return x @ matrix.T.detach()
+
+
+class Penalty(Reaching):
+    def read(self, x: Tensor) -> Tensor:
+        return (
+            x
+            + self.layers[1][0].weight.square().sum()
+        )  # fmt: skip
+
+
+class Layer(Reaching):
+    def read(self, x: Tensor) -> Tensor:
+        return self.layers[1][0](x)
+
+
+class Output(Reaching):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(x), self.layers[1][0].weight.square().sum()
+
+
+@pytest.mark.parametrize("make", [Product, View, Penalty, Layer, Output])
+@pytest.mark.parametrize("layout", ["fsdp2", "dp2.fsdp2", "fsdp2:recompute=block"])
+def test_a_parameter_that_is_read_outside_of_its_block_is_named(make, layout):
+    """torch says "got mixed torch.Tensor and DTensor"."""
+    lesson = r"layers.1.0.weight is read outside of the forward of layers.1: .*Let the module that reads it hold it"
+    with pytest.raises(JobError, match=lesson):
+        in_world(layout, lambda world: shoal.place(build(make), world)(batch_of(0)))
+
+
+def test_another_error_of_the_model_comes_as_it_is():
+    class Failing(Reaching):
+        def read(self, x: Tensor) -> Tensor:
+            raise RuntimeError("of my own")
+
+    with pytest.raises(RuntimeError, match="of my own"):
+        in_world("fsdp2", lambda world: shoal.place(build(Failing), world)(batch_of(0)))
+
+
+class Held(Product):
+    """As the error advises: the reader holds it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = self.layers[1][0].weight
+
+
+@pytest.mark.parametrize(("make", "layout"), [(Held, "fsdp2"), (Held, "dp2.fsdp2"), (Product, "fsdp2:reshard=false")])
+def test_a_parameter_that_its_reader_holds_or_that_stays_whole_may_be_read(make, layout):
+    class Job(jobs.Points):
+        def model(self):
+            return make()
+
+    same_as_lone(Job, layout)
+
+
 class Moving(Siamese):
     order = (0, 1, 2)
 

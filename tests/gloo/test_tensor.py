@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from splitting import MLP, WIDTH, assert_same_split, images, sequences, split_run, tokens, vectors
+from splitting import (
+    MLP,
+    WIDTH,
+    assert_same_or_refused,
+    assert_same_split,
+    images,
+    sequences,
+    split_run,
+    tokens,
+    vectors,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.errors import LayoutError
 from shoal.world import World
 
 
@@ -221,8 +232,8 @@ def test_convolutions_are_cut_by_channel_with_the_norm_between_them():
     ],
     ids=str,
 )
-def test_what_stands_between_convolutions_is_split_or_left_whole(norm):
-    assert_same_split(lambda: conv_net(copy.deepcopy(norm)), images)
+def test_what_stands_between_convolutions_is_split_or_refused(norm):
+    assert_same_or_refused(lambda: conv_net(copy.deepcopy(norm)), images)
 
 
 def test_one_dimensional_convolutions():
@@ -233,9 +244,9 @@ def test_one_dimensional_convolutions():
     assert found.styles == {"0": "colwise", "2": "rowwise"}
 
 
-def test_grouped_convolutions_stay_whole():
-    found = assert_same_split(lambda: conv_net(nn.Conv2d(8, 8, 3, groups=8, padding=1)), images)
-    assert found.styles == {}
+def test_grouped_convolutions_alone_are_refused():
+    with pytest.raises(LayoutError, match="splits nothing"):
+        split_run(lambda: conv_net(nn.Conv2d(8, 8, 3, groups=8, padding=1)), images)
 
 
 def test_a_convolution_whose_channels_are_flattened_into_a_linear_layer():
@@ -311,7 +322,7 @@ def test_a_table_with_sparse_gradients_stays_whole():
 
     (found, _) = split_run(Sparse, tokens(40), steps=0, then=sparse)
     assert found.extra
-    assert "embed" not in found.styles
+    assert found.styles == {"mlp.up": "colwise", "mlp.down": "rowwise"}
 
 
 def test_a_token_outside_of_the_vocabulary_is_an_error_as_in_one_process():

@@ -289,7 +289,84 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_attention_to_itself_and_to_a_context_by_one_class(shared):
-    assert_same_split(lambda: Decoder(shared=shared), sequences)
+    """Each way of calling it is proved, so both may be cut."""
+    found = assert_same_split(lambda: Decoder(shared=shared), sequences)
+    assert len(found.styles) == (4 if shared else 8)
+    assert set(found.styles.values()) == {"colwise", "rowwise"}
+
+
+class ByIdentity(Attention):
+    """Other lines where the keys are the queries, and where there is a mask of each head."""
+
+    def __init__(self) -> None:
+        super().__init__(SPLITS["unflatten"], MERGES["flatten"])
+
+    def forward(self, query: Tensor, key: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        b, t, _ = query.shape
+        if key is query:
+            fused = torch.cat([self.q(query), self.k(query), self.v(query)], dim=-1)
+            q, k, v = (y.view(b, t, HEADS, 3).transpose(1, 2) for y in fused.split(WIDTH, dim=-1))
+        else:
+            q = self.q(query).reshape(b, t, HEADS, 3).transpose(1, 2)
+            k, v = (layer(key).reshape(b, t, HEADS, 3).transpose(1, 2) for layer in (self.k, self.v))
+        scores = q @ k.transpose(-2, -1)
+        return self.o(self.merge(torch.softmax(scores if mask is None else scores + mask, dim=-1) @ v))
+
+
+@pytest.mark.parametrize("first", ["itself", "another"])
+def test_one_module_called_on_one_tensor_twice_and_on_two(first):
+    """Of one shape, so that nothing but their identity tells the calls apart."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = ByIdentity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            other = x * 2
+            itself, another = self.attention(x, x), self.attention(x, other)
+            return itself - 2 * another
+
+    class Turned(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            other = x * 2
+            another, itself = self.attention(x, other), self.attention(x, x)
+            return itself - 2 * another
+
+    found = assert_same_split(Calls if first == "itself" else Turned, sequences)
+    assert set(found.styles.values()) == {"colwise", "rowwise"}
+
+
+def test_a_way_of_calling_that_cannot_be_cut_leaves_the_module_out():
+    """A mask of each head is of all heads; without it the module could be cut."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mlp = ByIdentity(), MLP(hidden=400)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.arange(HEADS, dtype=x.dtype).view(HEADS, 1, 1) * torch.arange(6, dtype=x.dtype)
+            return self.mlp(self.attention(x, x) + self.attention(x, x, mask=mask))
+
+    assert assert_same_split(Calls, sequences).styles == {"mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
+def test_a_way_of_calling_that_comes_in_training_alone_beside_dropout():
+    """In evaluation it is seen called in one way, and the dropout hid that the other fails."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mlp = SelfOrCross(), MLP(hidden=400)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.attention(x)
+            if self.training:
+                hidden = hidden + self.attention(F.dropout(x, 1e-12), x[:, :4])
+            return self.mlp(hidden)
+
+    assert "mlp.up" in assert_same_split(Calls, sequences).styles
 
 
 def test_attention_that_is_spelled_otherwise_in_training():
@@ -300,4 +377,4 @@ def test_attention_that_is_spelled_otherwise_in_training():
             q, k, v = (layer(x).view(*x.shape[:2], HEADS, 3).transpose(1, 2) for layer in (self.q, self.k, self.v))
             return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*x.shape))
 
-    assert_same_split(lambda: Block(Modes(SPLITS["unflatten"], MERGES["flatten"])), sequences)
+    assert_cut_by_heads(lambda: Modes(SPLITS["unflatten"], MERGES["flatten"]))

@@ -129,8 +129,9 @@ def test_blocks_of_one_class_that_compute_differently_are_each_proved():
     def soft(x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1)
 
-    found = assert_same_split(lambda: nn.Sequential(MLP(), MLP(act=soft), MLP(act=torch.tanh)), vectors)
-    assert found.styles["0.up"] == found.styles["2.up"] == "colwise"
+    found = assert_same_split(lambda: nn.Sequential(MLP(act=soft), MLP(), MLP(act=soft), MLP(act=torch.tanh)), vectors)
+    assert found.styles["1.up"] == found.styles["3.up"] == "colwise"
+    assert found.styles["1.down"] == found.styles["3.down"] == "rowwise"
 
 
 def test_an_output_in_which_no_tensor_is_found_proves_nothing():

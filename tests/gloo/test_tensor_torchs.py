@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from splitting import WIDTH, assert_same_split, sequences
+from splitting import WIDTH, assert_same_split, sequences, split_run
 from torch import Tensor, nn
+
+from shoal.errors import LayoutError
 
 HEADS = 4
 
@@ -99,8 +101,9 @@ def test_torchs_attention_in_every_way_of_calling_it(options, how):
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"heads": 1}], ids=str)
-def test_torchs_attention_with_what_cannot_be_cut_stays_whole(options):
-    assert assert_same_split(lambda: Torchs(plainly, **options), sequences).styles == {}
+def test_torchs_attention_alone_with_what_cannot_be_cut_is_refused(options):
+    with pytest.raises(LayoutError, match="splits nothing"):
+        split_run(lambda: Torchs(plainly, **options), sequences)
 
 
 class Encoder(nn.Module):

@@ -29,12 +29,15 @@ class Text(jobs.Points):
     steps: int = 3
     num_samples: int = 10
     width: int = 16
+    depth: int = 2
     heads: int = 4
     tied: bool = True
     dropout: float = 0.0
 
     def model(self) -> nn.Module:
-        return Decoder(width=self.width, depth=2, heads=self.heads, context=8, tied=self.tied, dropout=self.dropout)
+        return Decoder(
+            width=self.width, depth=self.depth, heads=self.heads, context=8, tied=self.tied, dropout=self.dropout
+        )
 
     def data(self) -> Any:
         generator = torch.Generator().manual_seed(2)

@@ -286,7 +286,8 @@ def test_what_this_version_cannot_run_yet_is_named(text: str, missing: str) -> N
         Layout.parse(text).require_available()
     assert str(caught.value) == (
         f"{text}: not available yet in this version: {missing}. Available: lone, pp, dp, fsdp, tp and their products, "
-        "with micro=, schedule=, virtual=, split=, workers=, recompute=, compile=, reshard=, zero=, offload= and sequence=."
+        "with micro=, schedule=, virtual=, split=, workers=, recompute=, compile=, reshard=, zero=, offload= and "
+        "sequence=."
     )
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.data.plan import RankBatch
 from shoal.data.reader import Reader
+from shoal.dry import numbers
 from shoal.errors import ShoalError
 
 _PR_SET_PDEATHSIG = 1
@@ -29,9 +30,10 @@ def load(
 
     One loader serves all epochs: workers start once and run ahead over the end of an epoch.
     """
-    loaded = _start(reader, steps, num_workers, pin_memory)
+    with numbers():
+        loaded = _start(reader, steps, num_workers, pin_memory)
     try:
-        for parts in iter(partial(next, loaded, None), None):
+        for parts in iter(partial(_next, loaded), None):
             if isinstance(parts, ShoalError):
                 raise parts
             batch, micro = parts
@@ -58,6 +60,11 @@ class _Parts(Dataset[tuple[RankBatch, list[Any]] | ShoalError | None]):
         except ShoalError as error:
             return error
         return None if batch is None else (replace(batch, micro=()), list(batch.micro))
+
+
+def _next(loaded: Iterator[Any]) -> Any:
+    with numbers():
+        return next(loaded, None)
 
 
 def _start(reader: Reader, steps: Iterable[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:

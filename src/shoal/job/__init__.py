@@ -13,7 +13,7 @@ from shoal.job.job import (
     scale_lr,
     token_loss,
 )
-from shoal.job.load import BUILT_IN, load_job
+from shoal.job.load import BUILT_IN, load_job, preset_of
 
 __all__ = [
     "BUILT_IN",
@@ -26,6 +26,7 @@ __all__ = [
     "identity",
     "load_job",
     "mean_loss",
+    "preset_of",
     "scale_lr",
     "token_loss",
     "with_fields",

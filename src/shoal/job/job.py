@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,8 @@ class Job(ABC):
     Subclass it as a frozen dataclass; its fields become options of the command line (`--set lr=3e-4`).
     A value that may change the loss beyond rounding belongs here; the rest belongs to the layout.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # by name: values that are set together, --preset NAME
 
     batch_size: int  # samples per optimizer step in the whole world
     steps: int

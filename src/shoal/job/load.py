@@ -33,6 +33,19 @@ def load_job(spec: str, settings: Mapping[str, Any] | None = None) -> Job:
     return job
 
 
+def preset_of(job: Job | str, name: str) -> dict[str, Any]:
+    """The values that a preset of a job (or of what a command line names) sets.
+
+    Raises:
+        JobError: the job has no preset of this name (with the nearest).
+    """
+    cls = _job_class(BUILT_IN.get(job, job)) if isinstance(job, str) else type(job)
+    if name not in cls.presets:
+        hint = nearest(name, cls.presets) if cls.presets else " It has none: give values by --set."
+        raise JobError(f"{cls.__name__} has no preset {name!r}.{hint}")
+    return dict(cls.presets[name])
+
+
 def _job_class(spec: str) -> type[Job]:
     place, _, name = spec.partition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place, spec)

@@ -57,11 +57,13 @@ def count_flops() -> Iterator[FlopCount]:
     Run uncompiled code in it. Threads that the block starts are not seen, except autograd's own.
     """
     count = FlopCount()
-    with _FlopMode(count):
+    with FlopMode(count):
         yield count
 
 
-class _FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook has no types
+class FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook has no types
+    """Adds to a count; see `count_flops`."""
+
     supports_higher_order_operators = True
 
     @classmethod
@@ -82,18 +84,18 @@ class _FlopMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if any(_unwraps(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if _packet(func) in _COMPOSITES:
+        if packet_of(func) in _COMPOSITES:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        formula = _FORMULAS.get(_packet(func))
+        formula = _FORMULAS.get(packet_of(func))
         out = func(*args, **kwargs)
         if _is_fake(out) and not self._is_dry:
             return out  # DTensor tries global shapes on fake tensors before its first real operation
         if formula is not None:
             self._add(_name(func), formula, args, kwargs, out)
-        elif _namespace(func) not in _SILENT_NAMESPACES:
+        elif namespace_of(func) not in _SILENT_NAMESPACES:
             self._count.uncounted.add(_name(func))
         return out
 
@@ -132,15 +134,17 @@ _SILENT_NAMESPACES = {
 }
 
 
-def _packet(func: Any) -> Any:
+def packet_of(func: Any) -> Any:
+    """The operation, without the overload."""
     return getattr(func, "_overloadpacket", func)  # a higher-order operator has no overloads
 
 
 def _name(func: Any) -> str:
-    return str(_packet(func))
+    return str(packet_of(func))
 
 
-def _namespace(func: Any) -> str:
+def namespace_of(func: Any) -> str:
+    """aten, c10d, ..."""
     namespace: str = getattr(func, "namespace", "higher_order")
     return namespace
 

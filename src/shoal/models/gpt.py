@@ -6,7 +6,7 @@ Dimensions: B batch, T time (bytes), W width, H heads, D width of a head.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -75,17 +75,27 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Bytes in, logits of the next byte out; a vocabulary beyond 256 has rows that no byte names."""
 
-    def __init__(self, *, width: int, depth: int, heads: int, context: int, tied: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        depth: int,
+        heads: int,
+        context: int,
+        tied: bool,
+        dropout: float,
+        vocabulary: int = NUM_BYTES,
+    ) -> None:
         super().__init__()
         self.context = context
-        self.token = nn.Embedding(NUM_BYTES, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self._init(std=0.02, residual_std=0.02 / math.sqrt(2 * depth))
         if tied:
             self.head.weight = self.token.weight
@@ -100,7 +110,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(param, std=residual_std if adds else std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) of int64, T up to the context -> (B, T, 256)."""
+        """(B, T) of int64, T up to the context -> (B, T, vocabulary)."""
         position = self.position(torch.arange(tokens.shape[1], device=tokens.device))
         x = self.dropout(self.token(tokens) + position)
         for block in self.blocks:
@@ -109,14 +119,42 @@ class Decoder(nn.Module):
         return logits
 
 
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Brown et al. 2020, arXiv:2005.14165, table 2.1 (3.2 M tokens per batch); the vocabulary of 50,257 rounded up to a
+    # multiple of 128.
+    "gpt3-175b": {
+        "width": 12288,
+        "depth": 96,
+        "heads": 96,
+        "context": 2048,
+        "vocabulary": 50304,
+        "batch_size": 1536,
+        "tied": True,
+    },
+    # Shoeybi et al. 2019, arXiv:1909.08053, section 5.1; the vocabulary as they pad it, to 128 x 8 ranks.
+    "megatron-8.3b": {
+        "width": 3072,
+        "depth": 72,
+        "heads": 24,
+        "context": 1024,
+        "vocabulary": 51200,
+        "batch_size": 512,
+        "tied": True,
+    },
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPT(Job):
     """Predicts the next byte of the Python standard library's own source."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
 
     width: int = 128
     depth: int = 4
     heads: int = 4
     context: int = 128
+    vocabulary: int = NUM_BYTES  # rows of the table and the head: at least one for each byte
     tied: bool = True
     dropout: float = 0.0
     lr: float = 2e-3
@@ -128,8 +166,12 @@ class GPT(Job):
         """The decoder.
 
         Raises:
-            JobError: the width does not divide into the heads.
+            JobError: the width does not divide into the heads, or the vocabulary has no row for some byte.
         """
+        if self.vocabulary < NUM_BYTES:
+            raise JobError(
+                f"vocabulary={self.vocabulary} is too small: the text is bytes, so take {NUM_BYTES} or more."
+            )
         if self.heads < 1 or self.width % self.heads:
             fit = [n for n in range(1, self.width + 1) if self.width % n == 0]
             nearest = [n for n in fit if n < self.heads][-1:] + [n for n in fit if n > self.heads][:1]
@@ -144,6 +186,7 @@ class GPT(Job):
             context=self.context,
             tied=self.tied,
             dropout=self.dropout,
+            vocabulary=self.vocabulary,
         )
 
     def data(self) -> Any:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shoal.dry import convert, is_dry
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.clip import clip_factor, grad_norm, scale_gradients
 from shoal.parallel.norm import globalise_batch_norm, has_batch_norm, release_batch_norm
 from shoal.parallel.parts import Part, cut, keep_parts, local_of, parts_of
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.replicate import Replica, check_no_hooks, check_replicable
+from shoal.parallel.replicate import DryReplica, Replica, check_no_hooks, check_replicable
 from shoal.parallel.tensor import Sample, Split, split_tensors
 from shoal.world import World
 
@@ -34,7 +35,7 @@ class Placement:
     global_norms: list[str] = field(default_factory=list)
     local_norms: list[str] = field(default_factory=list)
     split: Split | None = None
-    replica: Replica | None = None
+    replica: Replica | DryReplica | None = None
     shards: "Shards | None" = None
     pipeline: "Pipeline | None" = None
     model: nn.Module | None = None
@@ -148,7 +149,7 @@ def place(
     if value is not None:
         _allocate(model, world.device)
     if world.mesh.sizes["fsdp"] == 1 and world.num_data > 1 and placement.pipeline is None:
-        placement.replica = Replica(model, world)
+        placement.replica = DryReplica(model, world) if is_dry() else Replica(model, world)
     if placement.split is not None:
         placement.split.show_outputs()
     if value is not None:
@@ -209,7 +210,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
             if param is not None and param.device.type == "meta":
                 empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
                 module._parameters[name] = made.setdefault(id(param), (param, empty))[1]
-    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # fully_shard looks for its parameters anew
+    convert(model, lambda tensor: tensor)  # fully_shard looks for its parameters anew
 
 
 def _place_blocks(model: nn.Module, world: World) -> None:

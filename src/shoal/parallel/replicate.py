@@ -124,6 +124,34 @@ class Replica:
         return ddp
 
 
+class DryReplica:
+    """The same reduction of shapes, which DDP, in C++, cannot add up: as much memory, as many bytes."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        # As DDP does: gradients lie in buckets, from the start on.
+        self.buckets = {id(param): torch.empty_like(param) for param in model.parameters() if param.requires_grad}
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]  # of torch
+
+    def _into_bucket(self, param: Tensor) -> None:
+        bucket = self.buckets[id(param)]
+        if param.grad is not bucket:
+            assert param.grad is not None, "the hook runs when there is one"
+            bucket.copy_(param.grad)
+            param.grad = bucket
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """Within: nothing is sent."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """After the last backward: all of them are added up."""
+        for bucket in self.buckets.values():
+            dist.all_reduce(bucket, group=self._world.data_group)
+
+
 @contextlib.contextmanager
 def _native_silence() -> Iterator[None]:
     """For the first forward: the reducer warns natively that it looks for unused parameters, which it is told to do."""

@@ -73,11 +73,14 @@ class World:
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
+        from shoal.dry import numbers
+
         groups = [self.opened.subgroup(self.mesh.group(self.rank, axis)) for axis in axes]
-        ranks = torch.tensor(self.mesh.group(self.rank, axes)).view([self.mesh.sizes[axis] for axis in axes])
-        return DeviceMesh.from_group(
-            groups if len(axes) > 1 else groups[0], self.device.type, mesh=ranks, mesh_dim_names=axes
-        )
+        with numbers():
+            ranks = torch.tensor(self.mesh.group(self.rank, axes)).view([self.mesh.sizes[axis] for axis in axes])
+            return DeviceMesh.from_group(
+                groups if len(axes) > 1 else groups[0], self.device.type, mesh=ranks, mesh_dim_names=axes
+            )
 
     def at_close(self, release: Callable[[], None]) -> None:
         """Call it before the groups go: whoever holds one lets go of it."""

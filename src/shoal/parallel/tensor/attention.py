@@ -75,15 +75,18 @@ class Heads:
             mixed = F.dropout(weights, dropout, training=dropout > 0) @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = peers.leave(F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight))
+        out = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight)
+        if not batched:
+            out = out.squeeze(0)
+        elif not module.batch_first:
+            out = out.transpose(0, 1)
+        out = peers.leave(out)
         if module.out_proj.bias is not None:
             out = out + module.out_proj.bias.to(out.dtype)
-        if weights is not None:
-            weights = _shown(peers, cut.units, weights, average_attn_weights)
-            weights = weights if batched else weights.squeeze(0)
-        if not batched:
-            return out.squeeze(0), weights
-        return (out if module.batch_first else out.transpose(0, 1)), weights
+        if weights is None:
+            return out, None
+        weights = _shown(peers, cut.units, weights, average_attn_weights)
+        return out, weights if batched else weights.squeeze(0)
 
 
 def _projections(module: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:

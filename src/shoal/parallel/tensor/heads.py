@@ -43,6 +43,10 @@ class Seen:
     reshapes: dict[Site, list[tuple[Shape, Shape]]] = field(default_factory=lambda: defaultdict(list))
     splits: dict[Site, list[tuple[int, Shape]]] = field(default_factory=lambda: defaultdict(list))
 
+    def places(self) -> set[Site]:
+        """Where in the code the calls are."""
+        return {*self.reshapes, *self.splits}
+
     def head_counts(self, widths: Sequence[int]) -> list[int]:
         """Numbers of equal units into which the code cuts features of these widths, the likeliest first."""
         found: list[int] = []

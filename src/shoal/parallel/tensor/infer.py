@@ -4,21 +4,23 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shoal.parallel.mode import without_trace
 from shoal.parallel.tensor.heads import Seen
 from shoal.parallel.tensor.peers import Peers
 from shoal.parallel.tensor.plan import Style
-from shoal.parallel.tensor.region import Call, Region, Trial
+from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.styles import Cut, cut_experts, features, fits, is_linear, make_cut
+from shoal.parallel.tensor.trial import Call, Trial, UntriedError
 from shoal.parallel.tensor.units import Units
 from shoal.world import World
 
@@ -27,6 +29,7 @@ Guess = tuple[dict[str, Units], int | None]
 MAX_LAYERS = 8  # that one module may hold beyond those of its parts; more are several modules in one
 MAX_CHAIN = 6  # q, k, v, a gate, something more, the output
 MAX_GUESSES = 40  # about one structure
+MAX_CALLS = 8  # of one module, each unlike the others; the whole model is proved with all of them
 
 
 @dataclass
@@ -34,7 +37,9 @@ class Look:
     """What one forward of the whole model showed.
 
     Attributes:
-        calls: of every module, its first.
+        calls: of every module, its calls; of those that are alike, the first.
+        kinds: what makes them differ, in the same order.
+        uncopied: modules with calls that cannot be copied, and why.
         order: of the layers that can be cut, as they ran, each once.
         rows: how many vectors each matrix gave, for the share of the work.
         output_bytes: of every module, in all its calls.
@@ -42,7 +47,9 @@ class Look:
         heads: the layers whose output is the model's, untouched.
     """
 
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    kinds: dict[str, list[Hashable]] = field(default_factory=dict)
+    uncopied: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
     output_bytes: dict[str, int] = field(default_factory=dict)
@@ -53,17 +60,25 @@ class Look:
 def look(model: nn.Module, args: Any, kwargs: Any) -> Look:
     """Run one sample through the whole model, twice, and note who was called with what."""
     seen = Look()
-    asks: dict[str, list[bool]] = {}
+    asks: dict[str, list[list[bool]]] = defaultdict(list)  # call by call: which tensors ask for a gradient
+    num_noted: dict[str, int] = defaultdict(int)
     made: dict[int, str] = {}
     kept: list[Tensor] = []
 
     def note_gradients(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        asks.setdefault(name, [t.requires_grad for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+        asks[name].append([t.requires_grad for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in seen.calls:
-            with contextlib.suppress(TypeError, RuntimeError):  # what cannot be copied is not tried by itself
-                seen.calls[name] = _copied(args, kwargs, asks.get(name, []))
+        asked = dict(enumerate(asks[name])).get(num_noted[name], [])
+        num_noted[name] += 1
+        kind = _kind_of_call(args, kwargs, asked)
+        calls, kinds = seen.calls.setdefault(name, []), seen.kinds.setdefault(name, [])
+        if kind not in kinds and len(kinds) < MAX_CALLS:
+            try:
+                calls.append(_copied(args, kwargs, asked))
+                kinds.append(kind)
+            except (TypeError, RuntimeError) as error:  # what cannot be copied is not tried by itself
+                seen.uncopied[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         if _can_be_cut(module) and name not in seen.order:
             seen.order.append(name)
 
@@ -118,11 +133,24 @@ def _copied(args: Any, kwargs: Any, asks: list[bool]) -> Call:
     return Call(*call)
 
 
+def _kind_of_call(args: Any, kwargs: Any, asked: Sequence[bool]) -> Hashable:
+    """What makes a module take another path: the structure, which tensors are one, shapes but for the batch, values."""
+    leaves, spec = tree_flatten((args, kwargs))
+    first: dict[int, int] = {}
+    kinds: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            kinds.append((leaf.dtype, leaf.dim(), tuple(leaf.shape[1:]), first.setdefault(id(leaf), len(first))))
+        else:
+            kinds.append(repr(leaf) if leaf is None or _decides(leaf) else type(leaf).__qualname__)
+    return str(spec), tuple(kinds), tuple(asked)
+
+
 class Search:
     """Finds the regions of a model; collective. A structure that was proved once is tried first where it recurs."""
 
     def __init__(self, model: nn.Module, seen: Look, peers: Peers, world: World) -> None:
-        self._model, self._seen, self._peers, self._world = model, seen, peers, world
+        self._model, self.seen, self.peers, self.world = model, seen, peers, world
         self._modules = dict(model.named_modules())
         self._proved: dict[Any, Region | None] = {}
         self._guessed: dict[Any, list[Guess]] = {}
@@ -141,10 +169,10 @@ class Search:
                 for chain in self._chains(name, free):
                     taken |= {f"{name}.{layer}" if name else layer for layer in chain.cuts}
                     self.regions.append(chain)
-        for name in self._seen.calls:
+        for name in self.seen.calls:
             if fits(self._modules[name], "heads") and (region := self.prove(name, {"": Style("heads")})) is not None:
                 self.regions.append(region)
-        for name in self._seen.order:
+        for name in self.seen.order:
             if name not in taken and not fits(self._modules[name], "channels") and self._is_big(name):
                 style = "vocabulary" if isinstance(self._modules[name], nn.Embedding) else "colwise_gather"
                 region = self.prove(name, {"": Style(style)})
@@ -152,10 +180,10 @@ class Search:
                     self.regions.append(region)
 
     def _inside_out(self) -> list[str]:
-        return sorted(self._seen.calls, key=lambda name: -len(name.split(".")) if name else 1)
+        return sorted(self.seen.calls, key=lambda name: -len(name.split(".")) if name else 1)
 
     def _layers(self, name: str) -> list[str]:
-        return [layer for layer in self._seen.order if not name or layer.startswith(f"{name}.")]
+        return [layer for layer in self.seen.order if not name or layer.startswith(f"{name}.")]
 
     def _chains(self, name: str, free: list[str]) -> Iterator[Region]:
         """Runs of layers in the order of execution: all cut by columns but the last, which is cut by rows."""
@@ -175,8 +203,8 @@ class Search:
 
     def _norms_in(self, chain: Sequence[str]) -> dict[str, str]:
         """Norms by channel that ran inside a chain of convolutions: each normalises the channels that are there."""
-        first, last = self._seen.order.index(chain[0]), self._seen.order.index(chain[-1])
-        inside = self._seen.order[first:last]
+        first, last = self.seen.order.index(chain[0]), self.seen.order.index(chain[-1])
+        inside = self.seen.order[first:last]
         return dict.fromkeys((name for name in inside if fits(self._modules[name], "channels")), "channels")
 
     def _is_big(self, name: str) -> bool:
@@ -190,7 +218,7 @@ class Search:
         layers = {layer: module.get_submodule(layer) for layer in styles}
         if not all(style.name == "experts" or fits(layers[layer], style.name) for layer, style in styles.items()):
             return None
-        exact = (_structure(module, exactly=True), tuple(styles.items()))
+        exact = (self.kind_of(name), tuple(styles.items()))
         alike = (_structure(module, exactly=False), tuple(styles.items()))
         if exact in self._proved:
             found = self._proved[exact]
@@ -208,12 +236,12 @@ class Search:
         if guesses == []:
             return None
         try:
-            trial = Trial(module, self._seen.calls[name], self._peers, self._world)
-        except (KeyError, TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
-            self.untried[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            return None  # this module cannot be copied, widened or run alone
+            trial = self.trial(name)
+        except UntriedError as error:
+            self.untried[name] = str(error)
+            return None
         heads = trial.seen.head_counts([_width(layers[layer], style) for layer, style in styles.items()])
-        if heads and heads[0] < self._peers.size:
+        if heads and heads[0] < self.peers.size:
             self.few[name] = heads[0]
         every = itertools.product(self._guesses(layers, styles, trial.seen), (None, 0, 1))
         for units, choice in guesses or itertools.islice(every, MAX_GUESSES):
@@ -224,11 +252,26 @@ class Search:
                 return region
         return None
 
+    def trial(self, name: str) -> Trial:
+        """Of one module.
+
+        Raises:
+            UntriedError: it cannot be run alone.
+        """
+        calls = self.seen.calls.get(name)
+        if name in self.seen.uncopied or not calls:
+            raise UntriedError(self.seen.uncopied.get(name, "the sample does not run it"))
+        return Trial(self._modules[name], calls, self.peers, self.world)
+
+    def kind_of(self, name: str) -> Hashable:
+        """Equal for modules that are alike and are called alike."""
+        return _structure(self._modules[name], exactly=True), tuple(self.seen.kinds.get(name, ()))
+
     def _guesses(
         self, layers: Mapping[str, nn.Module], styles: Mapping[str, Style], seen: Seen
     ) -> Iterator[dict[str, Units]]:
         """Units that all layers can share, and ways in which each is fused."""
-        size = self._peers.size
+        size = self.peers.size
         widths = {layer: _width(layers[layer], style) for layer, style in styles.items()}
         ways = {
             layer: [(width // 2,) * 2] if styles[layer].is_packed else seen.fused(width)
@@ -265,19 +308,20 @@ def _width(layer: nn.Module, style: Style) -> int:
     return ins if style.name.startswith("rowwise") or style.name == "vocabulary" else outs
 
 
-def _structure(module: nn.Module, *, exactly: bool) -> Any:
-    """What two modules have in common that compute alike: classes, shapes and, exactly, plain attributes."""
+def _structure(module: nn.Module, *, exactly: bool) -> Hashable:
+    """What two modules have in common that compute alike: classes, shapes, plain attributes; exactly, numbers too."""
     plain = tuple(
-        (name, type(part).__qualname__, exactly and tuple(sorted(_plain(part).items())))
+        (name, type(part).__qualname__, tuple(sorted(_plain(part, numbers=exactly).items())))
         for name, part in module.named_modules()
     )
     return plain, tuple((name, tuple(t.shape), t.dtype) for name, t in module.state_dict().items())
 
 
-def _plain(part: nn.Module) -> dict[str, Any]:
-    """Attributes that may make a module compute otherwise: numbers, words, and functions, each its own."""
-    known = {n: v for n, v in vars(part).items() if not n.startswith("_")}
-    return {n: repr(v) if type(v) in (int, float, bool, str) else str(id(v)) for n, v in known.items() if _decides(v)}
+def _plain(part: nn.Module, *, numbers: bool) -> dict[str, Any]:
+    """Attributes that may make a module compute otherwise: words, functions, each its own, and numbers."""
+    known = {n: v for n, v in vars(part).items() if not n.startswith("_") and _decides(v)}
+    known = {n: v for n, v in known.items() if numbers or type(v) not in (int, float)}
+    return {n: repr(v) if type(v) in (int, float, bool, str) else str(id(v)) for n, v in known.items()}
 
 
 def _decides(value: Any) -> bool:

@@ -9,6 +9,7 @@
 The pair enter / leave is Megatron's f and g (Shoeybi et al. 2019, section 3).
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,14 +36,23 @@ class Peers:
         dist.all_reduce(total, group=self._open())
         return total
 
-    def join(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The slices of all side by side along the last dim; `sizes` are theirs."""
+    def join(self, tensor: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
+        """The slices of all side by side along a dim; `sizes` are theirs."""
         widest = max(sizes)
-        own = tensor.new_zeros(*tensor.shape[:-1], widest)  # ranks may hold one column more or less
-        own[..., : tensor.shape[-1]] = tensor
+        own = tensor.contiguous()
+        if min(sizes) < widest:  # ranks may hold one column more or less
+            own = _widened(tensor, dim, widest)
         slices = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(slices, own, group=self._open())
-        return torch.cat([piece[..., :size] for piece, size in zip(slices, sizes, strict=True)], dim=-1)
+        return torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(slices, sizes, strict=True)], dim=dim)
+
+    def add_slices(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        """This rank's slice along a dim of the sum over all."""
+        # Each is sent its slice by all others, and adds up: gloo has no reduce-scatter, and sums everything everywhere.
+        sent = torch.stack([_widened(piece, dim, max(sizes)) for piece in torch.split(tensor, list(sizes), dim)])
+        slices = torch.empty_like(sent)
+        dist.all_to_all_single(slices, sent, group=self._open())
+        return slices.sum(dim=0).narrow(dim, 0, sizes[self.rank]).contiguous()
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Into the cut part of a model; once for q, k and v that follow each other, so that backward sums once."""
@@ -73,6 +83,65 @@ class Peers:
                 "within `with World.open(...)`, or load its checkpoint into a whole one."
             )
         return self.group
+
+
+class GivenUpElsewhereError(Exception):
+    """Another rank has given this guess up."""
+
+
+class Trying(Peers):
+    """Peers that ask each other before every sum whether all are still there, and whether it is the same sum."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers.group, peers.rank, peers.size)
+        self.compares = False  # what is entered, which all must hold alike
+        self.parted = False  # they did not
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        if self.compares:
+            self._same(tensor)
+            self.parted = not self.have_same(tensor) or self.parted
+        return super().enter(tensor)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        self._same(tensor)
+        return super().add(tensor)
+
+    def join(self, tensor: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
+        self._same(tensor.narrow(dim, 0, 0))
+        return super().join(tensor, sizes, dim)
+
+    def add_slices(self, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        self._same(tensor)
+        return super().add_slices(tensor, sizes, dim)
+
+    def _same(self, tensor: Tensor) -> None:
+        self.meet(float(zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode())))
+
+    def meet(self, what: float = 0.0) -> None:
+        """All here, about to do the same; or `GivenUpElsewhereError` on every rank."""
+        told = self._tell(what)
+        if min(told) < 0 or len(set(told)) > 1:
+            raise GivenUpElsewhereError
+
+    def give_up(self) -> None:
+        """Tell those who wait in `meet`."""
+        self._tell(-1.0)
+
+    def have_same(self, tensor: Tensor) -> bool:
+        """Whether all hold it bit for bit."""
+        most = torch.stack([tensor, -tensor])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return torch.equal(most[0], -most[1])
+
+    def _tell(self, what: float) -> list[float]:
+        backend = dist.get_backend(self.group)
+        if backend == "fake":
+            return [what]
+        own = torch.tensor([what], dtype=torch.float64, device="cuda" if backend == "nccl" else "cpu")
+        told = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(told, own, group=self.group)
+        return [float(flag) for flag in told]
 
 
 class _Enter(torch.autograd.Function):
@@ -117,6 +186,16 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Gather.apply(grad, ctx.peers, ctx.sizes), None, None  # type: ignore[no-untyped-call]
+
+
+def _widened(tensor: Tensor, dim: int, width: int) -> Tensor:
+    if tensor.shape[dim] == width:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = width
+    wide = tensor.new_zeros(shape)
+    wide.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return wide
 
 
 def _slice(tensor: Tensor, peers: Peers, sizes: Sequence[int]) -> Tensor:

@@ -15,9 +15,12 @@ from shoal.parallel.swap import become
 from shoal.parallel.tensor.infer import Look, Search, look, share_of
 from shoal.parallel.tensor.peers import Peers
 from shoal.parallel.tensor.plan import Style, given_plan, resolve
-from shoal.parallel.tensor.region import Call, Region, Slices, Trial, cut_layers, narrowing
+from shoal.parallel.tensor.region import Region, Slices, cut_layers, narrowing
+from shoal.parallel.tensor.sequence import Stretch
 from shoal.parallel.tensor.stream import OwnStream
+from shoal.parallel.tensor.stretches import Stretches, find_stretches
 from shoal.parallel.tensor.styles import Cut
+from shoal.parallel.tensor.trial import Call, Trial, UntriedError
 from shoal.parallel.tensor.vocabulary import SlicedLogits
 from shoal.world import World
 
@@ -34,6 +37,7 @@ class Split:
         parts: by name in `model.state_dict()`, what this rank holds of what was cut.
         flops_share, params_share: of the matrix products' work, and of the parameters, 0 to 1.
         bytes_per_sample: what each rank sends for one sample, forward and backward.
+        stretches: of blocks that run on slices of the sequence.
     """
 
     model: nn.Module
@@ -43,6 +47,7 @@ class Split:
     flops_share: float = 0.0
     params_share: float = 0.0
     bytes_per_sample: int = 0
+    stretches: Stretches | None = None
     _shown: dict[int, SlicedLogits] = field(default_factory=dict)
     _partial: list[str] = field(default_factory=list)
 
@@ -53,6 +58,13 @@ class Split:
             flat = self.peers.add(torch.cat([grad.flatten() for grad in grads]))
             for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
+
+    def glued(self) -> list[list[str]]:
+        """Layers that no cut of a pipeline may part: of a region, and of a block with slices between its splits."""
+        regions = [[f"{region.name}.{layer}".strip(".") for layer in region.cuts] for region in self.regions]
+        blocks = [block for run in self.stretches.runs for block in run] if self.stretches is not None else []
+        inside = [[name for name, _ in self.model.get_submodule(block).named_modules(prefix=block)] for block in blocks]
+        return regions + inside
 
     def hide_outputs(self) -> None:
         """What stayed cut passes as plain slices through the hooks that come now (DDP, fully_shard)."""
@@ -80,9 +92,11 @@ class Split:
         return tree_unflatten(leaves, spec)
 
     def __str__(self) -> str:
+        blocks = [block for run in self.stretches.runs for block in run] if self.stretches is not None else []
+        sliced = f". Between the splits of {len(blocks)} blocks each holds its share of the tokens" if blocks else ""
         return (
             f"tensor  {len(self.regions)} regions split over {self.peers.size} ranks: {self.flops_share:.0%} of the "
-            f"matrix products' FLOPs, {self.params_share:.0%} of the parameters; the rest is on every rank"
+            f"matrix products' FLOPs, {self.params_share:.0%} of the parameters; the rest is on every rank{sliced}"
         )
 
 
@@ -112,8 +126,8 @@ def split_tensors(
             "shoal.place(model, world, sample=((inputs,), {})); the data of a job must have an index for it."
         )
     seen = look(model, *sample)
-    search = Search(model, seen, peers, world)
     proof = _Proof(model, sample, peers, world, seen)
+    search = Search(model, seen, peers, world)
     stated = given_plan(model, plan)
     if stated:
         _follow(search, seen, resolve(model, stated), size)
@@ -124,14 +138,29 @@ def split_tensors(
             search.regions.remove(torn[0][0])
         search.regions = proof.keep(search.regions)
         if not search.regions:
+            proof.check_repeats()
             raise LayoutError(_nothing(size, search.untried))
-    split = _apply(model, peers, search.regions, seen)
+    stretches = None
+    if world.layout.sequence:
+        stretches = find_stretches(model, Call(*sample), search.regions, proof.trial, search, _cut)
+    _check_compiles(world, search.regions)
+    split = _apply(model, peers, search.regions, seen, stretches)
     heads = [region.name for region in search.regions if region.name in seen.heads and _gathers(region)]
     for name in heads:
         model.get_submodule(name).__dict__["_shoal_shown"] = True
     if heads:
         split.hide_outputs()
     return split
+
+
+def _check_compiles(world: World, regions: list[Region]) -> None:
+    spelled = [region.name for region in regions if region.rules is not None]
+    if world.layout.compile != "none" and spelled:
+        raise LayoutError(
+            f"{world.layout}: the code of {spelled[0]} spells out sizes of the whole model (`x.view(b, t, self.heads, "
+            "d)`), and torch.compile cannot trace how a rank's own are put in their place. Drop compile, or let the "
+            "code read them off the tensor (`x.view(b, t, -1, d)`)."
+        )
 
 
 def _nothing(size: int, untried: Mapping[str, str]) -> str:
@@ -148,21 +177,44 @@ def _gathers(region: Region) -> bool:
 
 
 class _Proof:
-    """That the whole model is the same with all its regions cut: no region is used from outside of it."""
+    """That the whole model is the same with all its regions cut: no region is used from outside of it.
+
+    Raises:
+        LayoutError: the model cannot be proved to be anything, since no copy of it runs.
+    """
 
     def __init__(self, model: nn.Module, sample: Sample, peers: Peers, world: World, seen: Look) -> None:
-        self._seen = seen
-        self._trial: Trial | None = None
-        with contextlib.suppress(TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
-            # A model that cannot be copied has no regions either, or they hold what can be.
-            self._trial = Trial(model, Call(*sample), peers, world, training=True)
+        self._seen, self._size = seen, peers.size
+        try:
+            self.trial = Trial(model, [Call(*sample)], peers, world)
+        except UntriedError as error:
+            raise LayoutError(
+                f"tp{peers.size} proves on copies of the model that it computes the same when it is split, and a copy "
+                f"cannot be compared ({error}). The sample ran through the model itself. A copy fails where a model "
+                "holds locks, files or generators; the tensors that it returns are found in tuples, lists, dicts and "
+                "dataclasses. Mend that, or use these ranks for dp or fsdp."
+            ) from error
 
     def holds(self, regions: list[Region]) -> bool:
         """Of these together; collective."""
-        if self._trial is None or not regions:
+        if not regions:
             return True
-        partial = [".".join(filter(None, (region.name, name))) for region in regions for name in region.partial]
-        return self._trial.confirm(lambda model, peers: _apply(model, peers, regions, self._seen).parts, partial)
+        partial = {".".join(filter(None, (region.name, name))) for region in regions for name in region.partial}
+        found = self.trial.confirm(lambda model, peers: _apply(model, peers, regions, self._seen).parts)
+        return found is not None and partial.issuperset(found)
+
+    def check_repeats(self) -> None:
+        """Where a guess failed; collective.
+
+        Raises:
+            LayoutError: the model fails whole, too, so that the guess may have been right.
+        """
+        if not self.trial.repeats():
+            raise LayoutError(
+                f"tp{self._size} compares the split model with the whole one, and the whole one does not even compute "
+                "the same twice for one sample, with its dropout off: it draws from a generator of its own, or keeps "
+                "something from call to call. Draw from torch's own stream, or use these ranks for dp or fsdp."
+            )
 
     def keep(self, regions: list[Region]) -> list[Region]:
         """The regions that hold together: all, or those that hold alone, or none."""
@@ -180,6 +232,7 @@ def _check_together(model: nn.Module, regions: list[Region], peers: Peers, proof
             "them. Give each a style that cuts the same way (an embedding: vocabulary, the head: colwise_gather)."
         )
     if not proof.holds(regions):
+        proof.check_repeats()
         wrong = next((region.name for region in regions if not proof.holds([region])), regions[0].name)
         raise LayoutError(
             f"tensor plan: with {wrong or 'these layers'} split the model does not compute what it computes whole: "
@@ -236,23 +289,20 @@ def regions_of(seen: Look, styles: Mapping[str, Style]) -> list[tuple[str, dict[
     return regions
 
 
-def _apply(model: nn.Module, peers: Peers, regions: list[Region], seen: Look) -> Split:
+def _apply(
+    model: nn.Module, peers: Peers, regions: list[Region], seen: Look, stretches: Stretches | None = None
+) -> Split:
     layers = [f"{region.name}.{layer}".strip(".") for region in regions for layer in region.cuts]
     flops_share, params_share = share_of(model, seen, layers)
-    split = Split(model, peers, regions, flops_share=flops_share, params_share=params_share)
+    split = Split(model, peers, regions, flops_share=flops_share, params_share=params_share, stretches=stretches)
     # A ring all-reduce sends 2 (N - 1) / N of the tensor; one forward and one backward per layer that leaves.
     sent = sum(
         seen.output_bytes.get(f"{r.name}.{n}".strip("."), 0) for r in regions for n, c in r.cuts.items() if _leaves(c)
     )
     split.bytes_per_sample = int(2 * sent * 2 * (peers.size - 1) / peers.size / max(seen.num_samples, 1))
-    done: Slices = {}
-    for region in regions:
-        module = model.get_submodule(region.name)
-        held = cut_layers(module, region.cuts, peers, done)
-        split.parts |= {f"{region.name}.{name}" if region.name else name: part for name, part in held.items()}
-        split._partial += [f"{region.name}.{name}" if region.name else name for name in region.partial]
-        if region.rules is not None or region.draws:
-            _attach(module, region, peers)
+    split.parts, _ = _cut(model, peers, regions, stretches)
+    partial = [f"{region.name}.{name}".strip(".") for region in regions for name in region.partial]
+    split._partial = list(dict.fromkeys([*partial, *(stretches.partial if stretches is not None else ())]))
     by_param = {id(model.get_parameter(n)): p for n, p in split.parts.items() if _is_param(model, n)}
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) in by_param:
@@ -263,10 +313,26 @@ def _apply(model: nn.Module, peers: Peers, regions: list[Region], seen: Look) ->
             part = split.parts.get(f"{first[id(module)]}.{key}".strip("."))
             if part is not None:
                 split.parts.setdefault(f"{name}.{key}".strip("."), part)
+    return split
+
+
+def _cut(
+    model: nn.Module, peers: Peers, regions: list[Region], stretches: Stretches | None
+) -> tuple[dict[str, Part], list[Stretch]]:
+    """Cut the layers of the regions; what this rank holds, by name, and the stretches of blocks that were laid."""
+    parts: dict[str, Part] = {}
+    laid, peers_of = stretches.lay(model, peers, regions) if stretches is not None else ([], {})
+    done: Slices = {}
+    for place, region in enumerate(regions):
+        module = model.get_submodule(region.name)
+        held = cut_layers(module, region.cuts, peers_of.get(place, peers), done)
+        parts |= {f"{region.name}.{name}".strip("."): part for name, part in held.items()}
+        if region.rules is not None or region.draws:
+            _attach(module, region, peers)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # in evaluation; nested tensors cannot be added over ranks
-    return split
+    return parts, laid
 
 
 def _leaves(cut: Cut) -> bool:

@@ -5,10 +5,15 @@ Outside of a region all peers hold the same activation, so they must draw the sa
     x -> column layer -> [ own: attention weights, hidden units ] -> row layer -> [ common: dropout of the sum ] -> y
 """
 
+import re
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_DROPS = re.compile("(feature_)?(alpha_)?dropout(_|[123]d)?")
 
 
 class OwnStream:
@@ -36,3 +41,16 @@ class OwnStream:
 
     def _kind(self) -> Any:
         return torch.cuda if self._cuda else torch
+
+
+class Undropped(TorchFunctionMode):
+    """Within: torch's functions drop nothing. A module that draws otherwise is proved in evaluation mode alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            args, kwargs = (), named | kwargs | {"dropout_p": 0.0}
+        elif _DROPS.fullmatch(getattr(func, "__name__", "")):  # which descriptors of attributes lack
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)

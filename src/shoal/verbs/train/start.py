@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import CheckpointError, LaunchError, WorldError
 from shoal.folder import missing, new_folder, newest_folder
 from shoal.layout import Layout, check_world
-from shoal.settings import Settings, TrainSettings, resolve
+from shoal.settings import Settings, TrainSettings, resolve, with_preset
 from shoal.world import Place, before_torch
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ def command(
         quiet: show nothing but failures.
         fresh: start new interpreters instead of forks; by default where the device is a GPU.
     """
+    if settings.values.preset is not None:
+        from shoal.job import preset_of
+
+        settings = with_preset(settings, preset_of(job, settings.values.preset))
     place = Place.find()
     joins = place.size > 1 or place.source == "torchrun"
     layout, origin = _layout(settings, place if joins else None, _spelled(job))

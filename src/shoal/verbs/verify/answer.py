@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import LayoutError
-from shoal.settings import TrainSettings, resolve
+from shoal.settings import TrainSettings, resolve, with_preset
 from shoal.verbs.verify.command import VerifyError, command
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def answer(
     steps: int = 3,
     runs: tuple[Path, Path] | None = None,
     self_test: bool = False,
+    preset: str | None = None,
     quiet: bool = False,
 ) -> "Report | SelfTest":
     """Verify a job in a layout, compare two runs, or test the judge itself.
@@ -44,8 +45,13 @@ def answer(
         return test_itself(show=_say_nothing if quiet else _say)
     if layout is None:
         raise LayoutError(f"verify compares a layout with one process: shoal verify {job} --layout dp2")
-    values = resolve(TrainSettings, flags={"layout": layout, "set": list(fields)}).values
+    settings = resolve(TrainSettings, flags={"layout": layout, "set": list(fields), "preset": preset})
     assert job is not None
+    if preset is not None:
+        from shoal.job import preset_of
+
+        settings = with_preset(settings, preset_of(job, preset))
+    values = settings.values
     return command(job, values.layout, fields=values.set, steps=steps)
 
 

@@ -60,7 +60,7 @@ def command(
     began = time.perf_counter()
     sharded = layout.fsdp > 1 or layout.zero is not None
     with (
-        prepared(job, fields or {}, sharded=sharded) as built,
+        prepared(job, fields or {}, sharded=sharded, staged=layout.pp > 1) as built,
         tempfile.TemporaryDirectory(prefix="shoal-verify") as folder,
     ):
         from shoal.verbs.verify.passes import Plan
@@ -75,11 +75,13 @@ def command(
 
 
 @contextlib.contextmanager
-def prepared(job: "Job | str", fields: Mapping[str, Any], *, sharded: bool = True) -> "Iterator[Job]":
+def prepared(
+    job: "Job | str", fields: Mapping[str, Any], *, sharded: bool = True, staged: bool = True
+) -> "Iterator[Job]":
     """The job, in a process that can fork ranks; its threads come back afterwards.
 
     Args:
-        sharded: import what `fsdp` needs here, once, and not in every rank.
+        sharded, staged: import what `fsdp` and `pp` need here, once, and not in every rank.
 
     Raises:
         JobError: a job whose training is another one in each layout, by its own word.
@@ -88,7 +90,7 @@ def prepared(job: "Job | str", fields: Mapping[str, Any], *, sharded: bool = Tru
 
     loaded = sys.modules.get("torch")
     threads = loaded.get_num_threads() if loaded else None
-    warm_up(also=(*_NEEDED, *(_NEEDED_BY_SHARDS if sharded else ())))
+    warm_up(also=(*_NEEDED, *(_NEEDED_BY_SHARDS if sharded else ()), *(_NEEDED_BY_STAGES if staged else ())))
     try:
         yield _checked(job, fields)
     finally:
@@ -97,6 +99,7 @@ def prepared(job: "Job | str", fields: Mapping[str, Any], *, sharded: bool = Tru
 
 
 _NEEDED = ("shoal.run", "psutil", "safetensors.torch")
+_NEEDED_BY_STAGES = ("shoal.parallel.pipeline",)
 _NEEDED_BY_SHARDS = ("torch.distributed.fsdp", "torch._dynamo.config")
 
 
@@ -193,7 +196,11 @@ def judge(plan: "Plan", layout: Layout, reference: Path, found: Path, folder: Pa
     if plan.steps > 1:
         twins["after a resume"] = (RESUMED, OWN)
     pairs = {name: (Recorded(found / a), Recorded(reference / b)) for name, (a, b) in twins.items()}
-    rows = [(name, row) for name, (ours, theirs) in pairs.items() for row in measure(ours, theirs)]
+    rows = [
+        (name, row)
+        for name, (ours, theirs) in pairs.items()
+        for row in measure(ours, theirs, pairs["with its optimizer"][0] if name == "after a resume" else None)
+    ]
     findings, worst = summarise(rows)
     ours, theirs = pairs["with SGD"]
     report = Report(

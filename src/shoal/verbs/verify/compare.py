@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.verbs.verify.recording import START, Recorded, name_of
+from shoal.verbs.verify.streams import faults
 
 GATE = 1e-10  # in float64: rounding is 1e5 times smaller, the mildest known bug 1e3 times larger
 SMALL = 1e-3  # of the size of all tensors of a kind
@@ -88,13 +89,17 @@ def distance(found: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     return apart / scale if scale and math.isfinite(apart) else math.inf
 
 
-def measure(found: Recorded, reference: Recorded) -> list[Row]:
-    """Every comparison of two recordings, in the order of cause and effect; steps that only one has are a row."""
+def measure(found: Recorded, reference: Recorded, twin: Recorded | None = None) -> list[Row]:
+    """Every comparison of two recordings, in the order of cause and effect; steps that only one has are a row.
+
+    Args:
+        twin: of a training that was resumed, the same without a stop: stages must draw what they drew there.
+    """
     common = [step for step in found.steps if step in reference.steps]
     rows = list(_start(found, reference, common[0] if common else 1))
     noise: set[str] = set()
     for step in common:
-        pair = _Pair(found, reference, step)
+        pair = _Pair(found, reference, step, twin)
         noise |= pair.noise
         rows += [*pair.ids(), *pair.random(), *pair.outputs(), *pair.figures(), *pair.gradients()]
         at = name_of(step)
@@ -132,8 +137,8 @@ def whole_ids(recorded: Recorded, moment: str) -> list[int]:
 class _Pair:
     """One step of both."""
 
-    def __init__(self, found: Recorded, reference: Recorded, step: int) -> None:
-        self._found, self._reference = found, reference
+    def __init__(self, found: Recorded, reference: Recorded, step: int, twin: Recorded | None = None) -> None:
+        self._found, self._reference, self._twin = found, reference, twin
         self._step, self._at = step, name_of(step)
 
     def ids(self) -> Iterator[Row]:
@@ -149,7 +154,8 @@ class _Pair:
                 yield self._row("sample ids", f"rank {rank}", math.inf, ranks=(rank,))
 
     def random(self) -> Iterator[Row]:
-        """The first data rank draws what one process draws, every other one a stream of its own."""
+        """The first data rank draws what one process draws, every other one a stream of its own; so does each stage."""
+        yield from self._streams_of_stages()
         streams = {r: str(self._found.facts(self._at, r).get("random", "")) for r in range(self._found.num_ranks)}
         expected = str(self._reference.facts(self._at).get("random", ""))
         if not expected or "" in streams.values():
@@ -160,6 +166,17 @@ class _Pair:
             right = firsts.setdefault(data_rank, stream) == stream
             right = right and (data_rank == 0 or stream not in (firsts[d] for d in firsts if d != data_rank))
             yield self._row("random streams", f"rank {rank}", 0.0 if right else math.inf, ranks=(rank,))
+
+    def _streams_of_stages(self) -> Iterator[Row]:
+        drawn, again = (
+            [] if run is None else [run.facts(self._at, r).get("streams", {}) for r in range(run.num_ranks)]
+            for run in (self._found, self._twin)
+        )
+        if any(drawn):
+            wrong = faults(drawn, [self._data_rank(rank) for rank in range(len(drawn))], again)
+            for rank in range(len(drawn)):
+                error = math.inf if rank in wrong else 0.0
+                yield self._row("random streams", f"rank {rank}", error, ranks=(rank,), note=wrong.get(rank, ""))
 
     def outputs(self) -> Iterator[Row]:
         """Each rank's outputs beside the rows of its samples in those of one process."""
@@ -181,7 +198,7 @@ class _Pair:
             if not ids or not all(sample in positions for sample in ids):
                 continue
             about = {"key": key, "ranks": (rank,), "order": order.get(twin, len(order))}
-            name = call.rpartition("@")[0] or "the model"
+            name = name_of_output(key) or "the model"
             if twin not in order:
                 yield self._row("module outputs", name, None, note="one process does not make this call", **about)
                 continue
@@ -313,6 +330,11 @@ def _tensor_rows(
         yield Row(error=error, key=key, ranks=ranks, **about)
 
 
+def name_of_output(key: str) -> str:
+    """The module; empty for the model itself."""
+    return key.removeprefix("outputs/").partition("@")[0]
+
+
 def backward_order(recorded: Recorded) -> dict[str, int]:
     """Parameters in the order in which backward comes to them: the calls of the first forward, reversed.
 
@@ -321,7 +343,7 @@ def backward_order(recorded: Recorded) -> dict[str, int]:
     last: dict[str, int] = {}
     for step in recorded.steps[:1]:
         for index, key in enumerate(recorded.facts(name_of(step)).get("calls", [])):
-            last[key.removeprefix("outputs/").partition("@")[0]] = index
+            last[name_of_output(key)] = index
     names = list(enumerate(recorded.facts(START).get("parameters", [])))
     ranked = sorted(names, key=lambda pair: (last.get(pair[1].rpartition(".")[0], -1), pair[0]), reverse=True)
     return {name: place for place, (_, name) in enumerate(ranked)}

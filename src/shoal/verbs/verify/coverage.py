@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shoal.layout import Layout
-from shoal.verbs.verify.compare import Row
+from shoal.verbs.verify.compare import Row, name_of_output
 from shoal.verbs.verify.recording import START, Recorded, name_of
 
 _ALWAYS = (
@@ -18,10 +18,12 @@ def uncovered(layout: Layout, reference: Recorded, found: Recorded, rows: Sequen
     """In words, the most particular first."""
     start, facts, theirs = reference.facts(START), _facts(reference), _facts(found)
     called, spread = _called(facts), _called(theirs)
+    leaving = {name for each in theirs for name in each.get("begun", [])} & called - spread
     learned = {name for step in reference.steps for name in reference.keys(name_of(step), "gradients")}
     told = [
         _list("modules that were never executed", [n or "the model" for n in start["modules"] if n not in called]),
-        _list("modules that only one process executes", sorted(called - spread)),
+        _list("modules that only one process executes", sorted(called - spread - leaving)),
+        _list("outputs that a stage hands to the next, but in what that makes of them", sorted(leaving)),
         _list("parameters that got no gradient", [n for n in start["parameters"] if n not in learned]),
         _list("dropout, which was switched off", _united([*facts, *theirs], "silenced")),
         _list("random numbers that a forward draws, which differ between layouts", _united(facts, "draws")),
@@ -39,7 +41,7 @@ def _facts(recorded: Recorded) -> list[dict[str, Any]]:
 
 
 def _called(facts: Iterable[dict[str, Any]]) -> set[str]:
-    return {key.removeprefix("outputs/").partition("@")[0] for each in facts for key in each.get("calls", [])}
+    return {name_of_output(key) for each in facts for key in each.get("calls", [])}
 
 
 def _united(facts: Iterable[dict[str, Any]], key: str) -> list[str]:

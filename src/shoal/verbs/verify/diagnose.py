@@ -1,15 +1,16 @@
 """The first difference, in one plain sentence: what differs, by how much, and which mistake makes such a number."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from shoal.layout import Layout
 from shoal.verbs.verify import hypotheses
-from shoal.verbs.verify.compare import Row, aligned, whole_ids
+from shoal.verbs.verify.compare import Row, aligned, name_of_output, whole_ids
 from shoal.verbs.verify.hypotheses import Portion, Setting
 from shoal.verbs.verify.recording import START, Recorded, name_of
 from shoal.verbs.verify.shares import Share
@@ -66,6 +67,8 @@ class _Case:
         return self._say(f"the samples are not those of one process: {_compare(ours, theirs)}")
 
     def _random(self) -> Diagnosis:
+        if self._row.note:
+            return self._say(f"rank {self._rank}: {self._row.note}")
         data_rank = self._found.facts(START, self._rank).get("data_rank", self._rank)
         what = (
             "draws another random stream than one process"
@@ -82,15 +85,31 @@ class _Case:
         twin = f"{key.rpartition('@')[0]}@0"
         ours = self._found.tensor(self._at, facts["same"].get(key, key), self._rank)
         whole = self._reference.tensor(self._at, theirs["same"].get(twin, twin))
-        ids = facts["micro_ids"][int(key.rpartition("@")[2])]
+        micro = int(key.rpartition("@")[2])
         positions = {sample: index for index, sample in enumerate(theirs["sample_ids"])}
-        rows = [positions[sample] for sample in ids]
-        expected = aligned(ours, whole, rows, len(positions), facts["spans"].get(key, []))
+
+        def of(ids: list[int]) -> Tensor | None:
+            rows = [positions[sample] for sample in ids]
+            return aligned(ours, whole, rows, len(positions), facts["spans"].get(key, []))
+
+        expected = of(facts["micro_ids"][micro])
         subject = f"the output of {self._row.name}{self._where()}"
         if expected is None:
             return self._say(f"{subject} has another shape")
-        why = self._why_output(ours, expected)
+        why = self._why_samples(ours, micro, of) or self._why_output(ours, expected)
         return self._judge(subject, ours, expected, why, draws=self._draws())
+
+    def _why_samples(self, ours: Tensor, micro: int, of: Callable[[list[int]], Tensor | None]) -> str:
+        """It is right, for the samples of another micro-batch or rank."""
+        for rank in range(self._found.num_ranks):
+            for other, ids in enumerate(self._found.facts(self._at, rank).get("micro_ids", [])):
+                expected = of(ids) if ids and (rank, other) != (self._rank, micro) else None
+                if expected is not None and expected.shape == ours.shape and _near(ours.double(), expected):
+                    data_rank = self._found.facts(START, rank).get("data_rank", rank)
+                    is_own = data_rank == self._found.facts(START, self._rank).get("data_rank", self._rank)
+                    whose = f"micro-batch {other + 1}" + ("" if is_own else f" of data rank {data_rank}")
+                    return f"in micro-batch {micro + 1} it is that of {whose}"
+        return ""
 
     def _why_output(self, ours: Tensor, expected: Tensor) -> str:
         prefix = "" if self._row.name == "the model" else f"{self._row.name}."
@@ -127,10 +146,24 @@ class _Case:
         expected = self._reference.tensor(self._then, self._row.key)
         versions = [self._found.tensor(self._at, self._row.key, r) for r in range(self._found.num_ranks)]
         differ = any(not torch.equal(version, versions[0]) for version in versions)
-        why = hypotheses.missing_reduction(versions, expected, self._setting) if differ else ""
+        holders = self._found.facts(START).get("holders", {}).get(self._row.name, ())
+        why = hypotheses.missing_reduction(versions, expected, self._setting, holders) if differ else ""
+        why = why or self._why_zero(ours)
         if not why and hypotheses.is_scaled(ours, expected) is None:
             why = self._why_untied(ours, expected) or self._why_shares(ours)
         return self._judge(subject, ours, expected, why, draws=self._draws())
+
+    def _why_zero(self, ours: Tensor) -> str:
+        """A whole stage without gradient: nothing has come back to it."""
+        stage = self._stage_of(self._row.name)
+        if stage is None or stage + 1 == self._setting.stages or bool(ours.any()):
+            return ""
+        shared = self._found.facts(START).get("holders", {})
+        names = [n for n in self._found.keys(self._at, "gradients") if self._stage_of(n) == stage and n not in shared]
+        held = [self._found.tensor(self._at, f"gradients/{name}", self._rank) for name in names]
+        if any(bool(grad.any()) for grad in held):
+            return ""
+        return f"no gradient comes back to stage {stage} from stage {stage + 1}"
 
     def _why_shares(self, ours: Tensor) -> str:
         name = self._row.name
@@ -163,7 +196,8 @@ class _Case:
             return self._say(f"{subject} {row.note}")
         ours = self._found.tensor(self._at, row.key, self._rank)
         expected = self._reference.tensor(self._then, row.key)
-        why = self._why_one_rank() or (self._why_update(ours, expected) if row.kind == "weights" else "")
+        why = self._why_one_rank() or self._why_forwards()
+        why = why or (self._why_update(ours, expected) if row.kind == "weights" else "")
         return self._judge(subject, ours, expected, why)
 
     def _why_one_rank(self) -> str:
@@ -171,6 +205,16 @@ class _Case:
         if len(ranks) == num:
             return ""
         return f"it was changed on rank {ranks[0]} alone" if len(ranks) == 1 else "the ranks hold different values"
+
+    def _why_forwards(self) -> str:
+        """A norm that has seen more batches than in one process."""
+        key = f"weights/{self._row.name.rpartition('.')[0]}.num_batches_tracked"
+        if self._row.kind != "weights" or not self._reference.has(self._then, key):
+            return ""
+        ours, theirs = int(self._found.tensor(self._at, key, self._rank)), int(self._reference.tensor(self._then, key))
+        if ours == theirs:
+            return ""
+        return f"its statistics were moved by {ours} forwards up to here, in one process by {theirs}"
 
     def _why_update(self, ours: Tensor, expected: Tensor) -> str:
         """By what happened in this step: the value now less the value before."""
@@ -190,14 +234,26 @@ class _Case:
         ours, theirs = self._both(key)
         ratio = hypotheses.ratio_of(ours, theirs)
         subject = f"the {self._row.kind}{self._where()}"
-        why = [self._mean_of_means(ours)] if self._row.kind == "loss" else []
+        why = self._why_loss(ours) if self._row.kind == "loss" else []
         why = [reason for reason in (*why, *hypotheses.reasons(ratio, self._setting)) if reason]
         told = f"{subject} is {ours:.10g}, {hypotheses.amount(ratio)} the reference ({theirs:.10g})"
         return self._say(told, "; or ".join(why), ratio=ratio)
 
+    def _why_loss(self, loss: float) -> list[str]:
+        if self._row.step != 1 or not self._shares:
+            return []
+        ranks: dict[int, list[Share]] = {}
+        for share in self._shares:
+            ranks.setdefault(share.data_rank, []).append(share)
+        return [
+            self._mean_of_means(loss),
+            hypotheses.of_other_targets(loss, [[share.against for share in own] for own in ranks.values()]),
+            hypotheses.of_wrong_counts(loss, [[(share.value, share.count) for share in own] for own in ranks.values()]),
+        ]
+
     def _mean_of_means(self, loss: float) -> str:
         values: dict[int, list[float]] = {}
-        for share in self._shares if self._row.step == 1 else ():
+        for share in self._shares:
             value, count = values.setdefault(share.data_rank, [0.0, 0.0])
             values[share.data_rank] = [value + share.value, count + share.count]
         means = [value / count for value, count in values.values() if count]
@@ -210,16 +266,37 @@ class _Case:
         ours, theirs = self._both("grad_norm")
         ratio = hypotheses.ratio_of(ours, theirs)
         told = f"the gradient norm is {ours:.10g}, {hypotheses.amount(ratio)} the reference ({theirs:.10g})"
-        norms = {self._found.facts(self._at, rank)["grad_norm"] for rank in range(self._found.num_ranks)}
-        if len(norms) > 1:
-            return self._say(told, "each rank takes the norm of what it holds itself", ratio=ratio)
+        norms = [self._found.facts(self._at, rank)["grad_norm"] for rank in range(self._found.num_ranks)]
+        if len(set(norms)) > 1:
+            why = hypotheses.missing_squares(norms, (theirs, theirs * self._over_counted), self._setting)
+            why = f"each rank takes the norm of what it holds itself{': ' if why else ''}{why}"
+            return self._say(told, why, ratio=ratio)
         return self._say(f"every gradient is right, but {told}", self._why_norm(ratio), ratio=ratio)
+
+    @cached_property
+    def _squares(self) -> dict[str, float]:
+        """Of the gradient of each parameter, in one process."""
+        names = self._reference.keys(self._then, "gradients")
+        return {n: float(self._reference.tensor(self._then, f"gradients/{n}").double().norm()) ** 2 for n in names}
+
+    @cached_property
+    def _shared(self) -> dict[str, int]:
+        """Parameters that several stages hold, and how many do."""
+        holders = self._found.facts(START).get("holders", {})
+        return {name: len(at) for name, at in holders.items() if name in self._squares}
+
+    @property
+    def _over_counted(self) -> float:
+        """How much the norm grows where those are counted in each stage."""
+        counted = sum(square * self._shared.get(name, 1) for name, square in self._squares.items())
+        return math.sqrt(counted / (sum(self._squares.values()) or 1.0))
 
     def _why_norm(self, ratio: float) -> str:
         parts = self._found.facts(START).get("parts", {})
-        names = self._reference.keys(self._then, "gradients")
-        squares = {n: float(self._reference.tensor(self._then, f"gradients/{n}").double().norm()) ** 2 for n in names}
+        squares, names = self._squares, list(self._squares)
         total = sum(squares.values())
+        if self._shared and hypotheses.same(ratio, self._over_counted):
+            return f"{', '.join(self._shared)}, which several stages hold, is counted in each of them"
         for axes in self._setting.axis_sets():
             size = math.prod(self._setting.sizes[axis] for axis in axes)
             copies = {n: 1 if set(axes) & set(parts.get(n, ())) else size for n in names}
@@ -261,18 +338,34 @@ class _Case:
         elif not why and hypotheses.is_reordered(ours, expected):
             why = "it holds the right values in the wrong places: parts were put together in another order"
         elif not why and self._row.step == 1 and _FLOAT32[0] < (self._row.error or 0.0) < _FLOAT32[1]:
-            why = "the difference has the size of float32 rounding: something in there computes in float32"
+            why = f"the difference has the size of float32 rounding: something {self._in_there()} computes in float32"
         return self._say(told, why or draws, ratio=ratio, cosine=cosine)
+
+    def _in_there(self) -> str:
+        """Of the first module of a stage, what comes from the stage before may be at fault."""
+        calls = self._found.facts(self._at, self._rank).get("calls", [])
+        stage = self._stage_of(self._row.name)
+        ours = [key for key in calls if self._stage_of(name_of_output(key)) == stage]
+        if not stage or ours[:1] != [self._row.key]:
+            return "in there"
+        return f"in there, or between stage {stage - 1} and stage {stage},"
 
     def _say(self, told: str, why: str = "", *, ratio: float | None = None, cosine: float | None = None) -> Diagnosis:
         return Diagnosis(sentence=f"{told}: {why}." if why else f"{told}.", ratio=ratio, cosine=cosine)
 
     def _where(self) -> str:
-        """` on rank 1`, where not all ranks share it."""
+        """` (stage 0)` in a pipeline; ` on rank 1`, where not all ranks share it."""
         ranks, num = self._row.ranks, self._found.num_ranks
+        stage = self._stage_of(self._row.name)
+        told = "" if stage is None else f" (stage {stage})"
         if len(ranks) == num or self._row.kind in ("module outputs", "loss"):
-            return ""
-        return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            return told
+        return f"{told} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+    def _stage_of(self, name: str) -> int | None:
+        """Of a module, a parameter, or a key of its optimizer state; None without a pipeline, and between stages."""
+        stages = self._found.facts(START).get("stages", {})
+        return next((s for atom, s in stages.items() if f"{name.partition(' ')[0]}.".startswith(f"{atom}.")), None)
 
     def _draws(self) -> str:
         drawn = self._reference.facts(self._at).get("draws", [])
@@ -294,9 +387,11 @@ def setting_of(found: Recorded, reference: Recorded, moment: str) -> Setting:
     """The numbers of the layout that was recorded."""
     own = found.facts(START)
     sizes = own.get("sizes", {})
+    layout = Layout.parse(own.get("layout", "lone"))
     return Setting(
         sizes=sizes,
-        micro=Layout.parse(own["layout"]).micro if "layout" in own else 1,
+        micro=layout.micro,
+        stages=layout.num_stages,
         coordinates=[found.facts(START, rank).get("coordinates", {}) for rank in range(found.num_ranks)]
         if sizes
         else (),

@@ -21,12 +21,14 @@ class Setting:
     Attributes:
         sizes: of the axes above 1, outermost first.
         micro: micro-batches per rank and step.
+        stages: of a pipeline; more than the size of pp where a rank has several.
         coordinates: of each rank, by axis.
         count: what the global loss is divided by.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     micro: int = 1
+    stages: int = 1
     coordinates: Sequence[Mapping[str, int]] = ()
     count: float | None = None
 
@@ -80,6 +82,10 @@ def reasons(ratio: float, setting: Setting) -> list[str]:
         found.append(f"a sum over {', or over '.join(less)} is missing, or it is divided by its size once too often")
     if setting.num_ranks != setting.num_data and same(ratio, setting.num_ranks / setting.num_data):
         found.append("the number of processes stands where the size of the data axes belongs")
+    if setting.stages != setting.sizes.get("pp", 1) and same(ratio, setting.stages):
+        found.append(f"it is summed over the {setting.stages} stages once too often")
+    if setting.stages != setting.sizes.get("pp", 1) and same(ratio, 1 / setting.stages):
+        found.append(f"it is divided by the number of stages, {setting.stages}")
     if setting.micro > 1 and same(ratio, setting.micro):
         found.append("micro-batches are summed where they are averaged")
     if setting.micro > 1 and same(ratio, 1 / setting.micro):
@@ -101,17 +107,43 @@ def _of_count(ratio: float, setting: Setting) -> list[str]:
     return found
 
 
-def missing_reduction(versions: Sequence[Tensor], reference: Tensor, setting: Setting) -> str:
-    """Whether the ranks' own values, added up or averaged over some axes, are the reference; empty where not."""
+def missing_reduction(
+    versions: Sequence[Tensor], reference: Tensor, setting: Setting, holders: Sequence[int] = ()
+) -> str:
+    """Whether the ranks' own values, added up or averaged over some axes, are the reference; empty where not.
+
+    Args:
+        holders: the coordinates on pp of those that have one of their own; all, where it is left out.
+    """
     if len(versions) != setting.num_ranks or len({tuple(v.shape) for v in versions}) > 1:
         return ""
     for axes in setting.axis_sets():
-        groups = _groups(setting, axes)
+        groups = [[r for r in group if _holds(r, setting, holders)] for group in _groups(setting, axes)]
+        groups = [group for group in groups if group]
+        if len(groups[0]) < 2:
+            continue
         sums = [sum((versions[rank].double() for rank in group[1:]), versions[group[0]].double()) for group in groups]
         size = len(groups[0])
         for word, divisor in (("sum", 1), ("mean", size)):
             if all(distance(total / divisor, reference.double()) < SAME for total in sums):
                 return f"a {word} over {' x '.join(axes)} is missing"
+    return ""
+
+
+def _holds(rank: int, setting: Setting, holders: Sequence[int]) -> bool:
+    return not holders or setting.coordinates[rank].get("pp", 0) in holders
+
+
+def missing_squares(norms: Sequence[float], references: Sequence[float], setting: Setting) -> str:
+    """Whether the ranks' own norms are those of parts of one vector, cut over some axes; empty where not.
+
+    Args:
+        references: norms that the whole vector may have.
+    """
+    for axes in setting.axis_sets() if len(norms) == setting.num_ranks else ():
+        totals = [math.sqrt(sum(norms[rank] ** 2 for rank in group)) for group in _groups(setting, axes)]
+        if any(all(same(total, reference) for total in totals) for reference in references):
+            return f"the squares are not added up over {' x '.join(axes)}"
     return ""
 
 
@@ -149,12 +181,58 @@ def of_portions(found: Tensor, portions: Sequence[Portion]) -> str:
         own = _sum([p for p in portions if p.micro == micro])
         if _is_along(found, own):
             return f"it is that of micro-batch {micro + 1} of {len(micros)} alone: the others are lost"
+        if len(micros) > 2 and _is_along(found, total - own):
+            return f"that of micro-batch {micro + 1} of {len(micros)} is left out"
     for parts in (ranks, [(p.data_rank, p.micro) for p in portions]):
         means = _mean_of_means(portions, by_rank=parts is ranks)
         if means is not None and _is_along(found, means):
             whose = "ranks'" if parts is ranks else "micro-batches'"
             return f"it is the mean of the {whose} means, which weighs those with few samples or tokens too much"
     return ""
+
+
+Part = tuple[float, float]  # a loss: its sum, and its count
+
+
+def of_other_targets(loss: float, crossed: Sequence[Sequence[Sequence[Part | None]]]) -> str:
+    """Whether a loss is that of outputs beside the targets of other micro-batches; empty where not.
+
+    Args:
+        crossed: of every data rank, for each micro-batch its loss with the targets of each.
+    """
+    most = max((len(rank) for rank in crossed), default=0)
+    shifts = {f"each with those of the {k}. after it": [(i + k) % most for i in range(most)] for k in range(1, most)}
+    orders = {"in the opposite order": list(range(most))[::-1], **shifts}
+    orders |= {f"all with those of micro-batch {k + 1}": [k] * most for k in range(most)}
+    for told, order in orders.items() if most > 1 else ():
+        parts = [row[order[i]] if order[i] < len(row) else None for rank in crossed for i, row in enumerate(rank)]
+        if _mean_is(loss, parts):
+            return f"outputs meet the targets of other micro-batches, {told}"
+    return ""
+
+
+def of_wrong_counts(loss: float, parts: Sequence[Sequence[Part]]) -> str:
+    """Whether a loss counts one micro-batch several times, or not at all; empty where not.
+
+    Args:
+        parts: of every data rank, each micro-batch.
+    """
+    most = max((len(rank) for rank in parts), default=0)
+    for micro, times in itertools.product(range(most), (0, *range(2, 9))) if most > 1 else ():
+        weighed = [
+            (value * times, count * times) if i == micro else (value, count)
+            for rank in parts
+            for i, (value, count) in enumerate(rank)
+        ]
+        if _mean_is(loss, weighed):
+            return f"micro-batch {micro + 1} " + (f"is counted {times} times" if times else "is left out")
+    return ""
+
+
+def _mean_is(loss: float, parts: Sequence[Part | None]) -> bool:
+    known = [part for part in parts if part is not None]
+    count = sum(part[1] for part in known)
+    return len(known) == len(parts) and bool(count) and same(loss, sum(part[0] for part in known) / count)
 
 
 def _sum(portions: Sequence[Portion]) -> Tensor:

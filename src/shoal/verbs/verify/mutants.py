@@ -6,9 +6,8 @@ Each is planted into real processes of a layout, while the reference is healthy.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,32 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal.data.reader
 import shoal.job
 import shoal.parallel.place
-import shoal.step
+import shoal.step.step
 from shoal.job import Sum
 from shoal.parallel.parts import local_of
 from shoal.parallel.replicate import Replica
 from shoal.parallel.tensor import peers, split, styles
 from shoal.run import Run
 from shoal.step import Forward, Step
-from shoal.verbs.verify.plant import ASSEMBLY, Plant, Posing, after, swapped, unguarded
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A mistake, how it is planted, words that the explanation must hold, and where it is planted."""
-
-    name: str
-    plant: Callable[[], Plant]
-    says: str
-    layout: str = "dp2"
-    job: Literal["words", "pixels"] = "words"
-
-    @contextlib.contextmanager
-    def planted(self) -> Iterator[None]:
-        """In this process, without the guards that would stop the run."""
-        with unguarded(), self.plant():
-            yield
-
+from shoal.verbs.verify.plant import ASSEMBLY, Mutant, Plant, Posing, after, local_norm, swapped
+from shoal.verbs.verify.stage_mutants import STAGE_MUTANTS
 
 # -- loss ------------------------------------------------------------------------------------------------------
 
@@ -189,13 +171,6 @@ def _no_sum_in_backward() -> Plant:
     return _in_steps(lambda: swapped(peers._Enter, "backward", lambda _: alone))
 
 
-def _local_norm() -> Plant:
-    def norm(params: Any, parts: Any, world: Any) -> Tensor:
-        return torch.nn.utils.get_total_norm([local_of(p.grad) for p in params.values() if p.grad is not None])
-
-    return swapped(shoal.step, "grad_norm", lambda _: norm)
-
-
 def _replicas_counted() -> Plant:
     def make(old: Any) -> Any:
         def norm(params: Any, parts: Any, world: Any) -> Tensor:
@@ -206,7 +181,7 @@ def _replicas_counted() -> Plant:
 
         return norm
 
-    return swapped(shoal.step, "grad_norm", make)
+    return swapped(shoal.step.step, "grad_norm", make)
 
 
 def _own_batch_norm() -> Plant:
@@ -324,14 +299,14 @@ def _randomness_not_restored() -> Plant:
         def seeded(*parts: Any) -> None:
             if parts[1:2] == ("step",):
                 first.append(parts[2])
-                parts = (parts[0], "step", parts[2] - first[0], parts[3])
+                parts = (parts[0], "step", parts[2] - first[0], *parts[3:])
             old(*parts)
 
         return seeded
 
     @contextlib.contextmanager
     def both() -> Iterator[None]:
-        with swapped(Step, "__init__", after(begin)), swapped(shoal.step, "seed_everything", seed):
+        with swapped(Step, "__init__", after(begin)), swapped(shoal.step.step, "seed_everything", seed):
             yield
 
     return both()
@@ -341,7 +316,7 @@ def _same_dropout() -> Plant:
     def make(old: Any) -> Any:
         return lambda *parts: old(*parts[:-1], 0) if parts[1:2] == ("step",) else old(*parts)
 
-    return swapped(shoal.step, "seed_everything", make)
+    return swapped(shoal.step.step, "seed_everything", make)
 
 
 def _one_rank_changes() -> Plant:
@@ -370,8 +345,8 @@ MUTANTS = (
     Mutant("row-parallel bias on every rank", _placed(_bias_on_every_rank), "its bias is added 2 times", "tp2"),
     Mutant("heads scaled by the rank's width", _heads_scaled_by_rank, "the output of blocks.0.attention", "tp2"),
     Mutant("no sum in backward before a split", _no_sum_in_backward, "the gradient of", "tp2"),
-    Mutant("clipped by a local norm", _local_norm, "each rank takes the norm of what it holds", "tp2"),
-    Mutant("clipped by the norm of a shard", _local_norm, "each rank takes the norm of what it holds", "fsdp2"),
+    Mutant("clipped by a local norm", local_norm, "each rank takes the norm of what it holds", "tp2"),
+    Mutant("clipped by the norm of a shard", local_norm, "each rank takes the norm of what it holds", "fsdp2"),
     Mutant("norm counts replicas", _replicas_counted, "counted 2 times"),
     Mutant("norm counts replicas beside parts", _replicas_counted, "replicated over tp is counted 2 times", "tp2"),
     Mutant("gradients of shards summed", _shards_summed, "summed over fsdp once too often", "fsdp2"),
@@ -389,4 +364,8 @@ MUTANTS = (
     Mutant("random streams not restored", _randomness_not_restored, "draws another random stream"),
     Mutant("the same dropout on all replicas", _same_dropout, "the random stream of another data rank"),
     Mutant("one rank changes a parameter", _one_rank_changes, "changed on rank 1 alone"),
+    # pipelines
+    Mutant("copies of a tied weight come apart", _one_rank_changes, "changed on rank 1 alone", "pp2"),
+    Mutant("random streams of stages not restored", _randomness_not_restored, "after the resume", "pp2"),
+    *STAGE_MUTANTS,
 )

@@ -47,20 +47,23 @@ def record_reference(plan: Plan, world: World, folder: Path) -> None:
 
 
 def record_layout(plan: Plan, world: World, folder: Path) -> None:
-    """The same trainings, spread; and once more, stopped after the first step and resumed."""
-    _record_float64(plan, world, folder)
-    job = variant(plan.job, precision="fp64")
-    if plan.steps > 1:
-        _stop_and_resume(job, world, folder)
+    """The same trainings, spread; and one of them once more, resumed from what was saved after its first step."""
+    kept = folder / "checkpointed" if plan.steps > 1 else None
+    _record_float64(plan, world, folder, kept)
+    if kept is not None:
+        world.barrier()  # the checkpoint is complete on the disk before another rank looks for it
+        job = variant(plan.job, precision="fp64")
+        walk(job, world, folder / RESUMED, steps=1, folder=kept, resume="auto")
     if plan.has_real:
         walk(variant(plan.job, precision=plan.job.precision), world, folder / REAL, steps=plan.steps)
 
 
-def _record_float64(plan: Plan, world: World, folder: Path) -> None:
+def _record_float64(plan: Plan, world: World, folder: Path, kept: Path | None = None) -> None:
     sgd = variant(plan.job, precision="fp64", sgd=True)
     data = walk(sgd, world, folder / SGD, steps=plan.steps, outputs=_STEPS_WITH_OUTPUTS)
     _look_ahead(data, world, folder / DATA)
-    walk(variant(plan.job, precision="fp64"), world, folder / OWN, steps=plan.steps)
+    own = variant(plan.job, precision="fp64")
+    walk(own, world, folder / OWN, steps=plan.steps, save_after=0 if kept is None else 1, folder=kept)
 
 
 def _look_ahead(data: Shared, world: World, folder: Path) -> None:
@@ -72,21 +75,14 @@ def _look_ahead(data: Shared, world: World, folder: Path) -> None:
         write_facts(folder / name_of(step + 1), world.rank, {"sample_ids": list(map(int, batch.sample_ids))})
 
 
-def _stop_and_resume(job: Job, world: World, folder: Path) -> None:
-    kept = folder / "checkpointed"
-    run = assemble(job, world, folder=kept, quiet=True)
-    for _ in _steps(run, 1):
-        run.save()
-    run.close()
-    world.barrier()  # the checkpoint is complete on the disk before another rank looks for it
-    walk(job, world, folder / RESUMED, steps=1, folder=kept, resume="auto")
-
-
-def walk(job: Job, world: World, target: Path, *, steps: int, outputs: int = 0, **options: Any) -> Shared:
+def walk(
+    job: Job, world: World, target: Path, *, steps: int, outputs: int = 0, save_after: int = 0, **options: Any
+) -> Shared:
     """Assemble a job and record its next steps; returns its data.
 
     Args:
         outputs: in so many first steps, what each module returns, too.
+        save_after: the step after which a checkpoint is written; 0 for none.
         options: of `assemble`.
     """
     run = assemble(job, world, quiet=True, **options)
@@ -106,6 +102,8 @@ def walk(job: Job, world: World, target: Path, *, steps: int, outputs: int = 0, 
                 skipped=result.skipped,
                 silenced=silenced,
             )
+            if result.step == save_after:
+                run.save()
     finally:
         recording.close()
         run.close()

@@ -2,11 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 import shoal.run.run
-import shoal.step
+import shoal.step.step
+from shoal.parallel.parts import local_of
 
 ASSEMBLY = import_module("shoal.run.assemble")  # as an attribute, `shoal.run.assemble` is the function
 
@@ -49,7 +54,7 @@ def unguarded() -> Iterator[None]:
         (shoal.run.run, "check_replicas", None),
         (shoal.run.run, "check_first_step", []),
         (ASSEMBLY, "check_optimizer", []),
-        (shoal.step, "check_additive", None),
+        (shoal.step.step, "check_additive", None),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in checks:
@@ -59,6 +64,32 @@ def unguarded() -> Iterator[None]:
 
 def _always(answer: Any) -> Callable[[Any], Any]:
     return lambda _: lambda *args, **options: answer
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake, how it is planted, words that the explanation must hold, and where it is planted."""
+
+    name: str
+    plant: Callable[[], Plant]
+    says: str
+    layout: str = "dp2"
+    job: Literal["words", "pixels"] = "words"
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """In this process, without the guards that would stop the run."""
+        with unguarded(), self.plant():
+            yield
+
+
+def local_norm() -> Plant:
+    """Each rank clips by the norm of what it holds."""
+
+    def norm(params: Any, parts: Any, world: Any) -> Tensor:
+        return torch.nn.utils.get_total_norm([local_of(p.grad) for p in params.values() if p.grad is not None])
+
+    return swapped(shoal.step.step, "grad_norm", lambda _: norm)
 
 
 class Posing:

@@ -19,6 +19,12 @@ HEALTHY = (
     *(("words", layout, seed) for layout in ("dp2", "fsdp2", "tp2", "dp2.tp2", "fsdp2.tp2") for seed in (0, 1)),
     *(("words", layout, 2) for layout in ("dp3", "dp2:micro=2", "lone:micro=3", "fsdp3", "dp2.fsdp2", "fsdp2:micro=2")),
     *(("pixels", layout, 0) for layout in ("dp2", "dp4", "fsdp2", "tp2")),
+    *(
+        ("words", layout, 0)
+        for layout in ("pp2", "pp2:micro=5,schedule=zbv", "pp2.dp2", "pp2.tp2", "pp2.fsdp2:micro=2")
+    ),
+    *(("words", layout, 2) for layout in ("pp2:micro=2", "pp3:micro=8")),
+    ("pixels", "pp2", 0),
 )
 
 

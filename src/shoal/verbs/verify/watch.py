@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from shoal.data.digest import digest
-from shoal.parallel.parts import Part, gather_whole, local_of, parts_of
+from shoal.parallel.parts import Part, local_of, parts_of
 from shoal.parallel.place import placement_of
+from shoal.verbs.verify.stages import Holders, Piece, Streams, Turns
 from shoal.world import World
 
 
@@ -43,19 +43,21 @@ class Watch:
     ) -> None:
         self._model, self._optimizers, self._world = model, optimizers, world
         self._parts = parts_of(model)
+        self._holders = Holders(self._parts, world)
         self._grads: dict[str, Tensor | None] = {}  # as the optimizer was given them, on this rank
         self._without: list[str] = []
         self._seen = Seen()
         self._handles: list[RemovableHandle] = [o.register_step_pre_hook(self._before_update) for o in optimizers]
-        if streams:
-            self._handles.append(model.register_forward_pre_hook(self._before_forward))
-        self._outputs = _Outputs(model, _split(model, world)) if outputs else None
+        self._turns = Turns(model, world)
+        self._outputs = _Outputs(model, _split(model, world), self._turns) if outputs else None
+        self._streams = Streams(model, self._turns, lambda: _in_training(model)) if streams else None
+        self._handles += self._streams.handles if self._streams is not None else []
         self._steps_with_outputs = outputs
 
     def start(self) -> Seen:
         """The weights as they are, and who this rank is."""
         seen = Seen(facts=self._identity())
-        seen.tensors = {f"weights/{name}": tensor for name, tensor in self._weights()}
+        seen.tensors = self._holders.gather(dict(self._weights()))
         return seen
 
     def step(self, clip: float | None = None) -> Seen:
@@ -65,17 +67,20 @@ class Watch:
             clip: what this rank multiplied its gradients with, to be taken back before they are put together.
         """
         seen, self._seen = self._seen, Seen()
-        seen.tensors |= dict(self._gradients(clip or 1.0))
+        if self._streams is not None:
+            seen.facts |= self._streams.facts
+            self._streams.facts.clear()
+        gradients = dict(self._gradients(clip or 1.0))
         seen.facts["without"] = self._without
         self._grads, self._without = {}, []
-        seen.tensors |= dict(self._state())
-        seen.tensors |= {f"weights/{name}": tensor for name, tensor in self._weights()}
+        seen.tensors |= self._holders.gather({**gradients, **self._state(), **dict(self._weights())})
         if self._outputs is not None:
             self._outputs.hand_over(seen)
             self._steps_with_outputs -= 1
             if not self._steps_with_outputs:
                 self._outputs.close()
                 self._outputs = None
+        self._turns.end_step()
         return seen
 
     def close(self) -> None:
@@ -84,11 +89,7 @@ class Watch:
             handle.remove()
         if self._outputs is not None:
             self._outputs.close()
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """The random stream with which the first forward of a step begins."""
-        if _in_training(self._model):
-            self._seen.facts.setdefault("random", digest(torch.default_generator.get_state()))
+        self._turns.close()
 
     def _identity(self) -> dict[str, Any]:
         mesh = None if self._world is None else self._world.mesh
@@ -101,12 +102,14 @@ class Watch:
         if self._world is not None and mesh is not None:
             facts |= {"sizes": {axis: n for axis, n in mesh.axes if n > 1}, "layout": str(self._world.layout)}
             facts |= {"coordinates": mesh.coordinates(self._world.rank), "data_rank": self._world.data_rank}
+        if self._turns.is_pipeline:
+            facts |= {"stages": dict(self._turns.owner), "holders": self._holders.shared}
         return facts
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, Piece]]:
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor):
-                yield name, self._whole(tensor, name)
+                yield f"weights/{name}", self._piece(tensor, name)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         names = {id(param): name for name, param in self._model.named_parameters()}
@@ -116,34 +119,38 @@ class Watch:
         facts = self._seen.facts
         facts["lr"] = [*facts.get("lr", []), *(float(group["lr"]) for group in optimizer.param_groups)]
 
-    def _gradients(self, clip: float) -> Iterator[tuple[str, Tensor]]:
-        """Of parameters that have one; of one that is cut, some rank's suffices."""
+    def _gradients(self, clip: float) -> Iterator[tuple[str, Piece]]:
+        """Of parameters that have one; of one that ranks share, some rank's suffices."""
         self._without = [name for name, grad in self._grads.items() if grad is None]
         if self._world is not None and self._world.kind == "real":
             rows = [set(json.loads(row)) for row in self._world.gather_text(json.dumps(self._without))]
-            cut = (name for name in self._without if not self._parts[name].is_whole)
-            held = {name for name in cut if not all(name in row for row in rows)}
+            spread = (name for name in self._without if self._holders.is_spread(name))
+            held = {name for name in spread if not all(name in row for row in rows)}
             self._without = [name for name in self._without if name not in held]
         for name, grad in self._grads.items():
             if name not in self._without:
                 local = torch.zeros_like(local_of(self._model.get_parameter(name))) if grad is None else grad
-                yield f"gradients/{name}", self._whole(local / clip, name)
+                piece = self._piece(local / clip, name)
+                is_there = grad is not None
+                yield f"gradients/{name}", self._holders.owned(piece.local, name, is_there=is_there)
 
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
+    def _state(self) -> dict[str, Piece]:
         names = {id(param): name for name, param in self._model.named_parameters()}
-        for optimizer in self._optimizers:
-            for param, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and id(param) in names:
-                        name, shaped = names[id(param)], local_of(value).shape == local_of(param).shape
-                        whole = self._whole(value, name) if shaped else value.detach().clone()
-                        yield f"state/{name}/{key}", whole
+        states = {
+            names[id(param)]: {
+                key: local_of(_dense(value)) for key, value in state.items() if isinstance(value, Tensor)
+            }
+            for optimizer in self._optimizers
+            for param, state in optimizer.state.items()
+            if id(param) in names
+        }
+        return {f"state/{entry}": piece for entry, piece in self._holders.pieces_of_state(states).items()}
 
-    def _whole(self, tensor: Tensor, name: str) -> Tensor:
-        part, dense = self._parts[name], _dense(tensor)
-        if self._world is None or part.is_whole:
-            return dense.full_tensor() if isinstance(dense, DTensor) else dense.clone()
-        return gather_whole(local_of(dense), part, self._world)
+    def _piece(self, tensor: Tensor, name: str) -> Piece:
+        dense = _dense(tensor)
+        if isinstance(dense, DTensor) and self._parts[name].is_whole:  # cut by a loop of one's own
+            return self._holders.piece(dense.full_tensor(), name)
+        return self._holders.piece(local_of(dense), name)
 
 
 def _split(model: nn.Module, world: World | None) -> Mapping[str, Part]:
@@ -168,17 +175,19 @@ def _in_training(model: nn.Module) -> bool:
 class _Outputs:
     """Outputs of modules, call by call, in the order in which the calls end: the inner before the outer."""
 
-    def __init__(self, model: nn.Module, parts: Mapping[str, Part]) -> None:
-        self._model, self._parts = model, parts
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part], turns: Turns) -> None:
+        self._model, self._parts, self._turns = model, parts, turns
         self._seen = _nothing()
         self._kept: dict[Any, tuple[Tensor, str]] = {}  # outputs that are handed upward are stored once
-        self._calls: dict[str, int] = {}
+        self._calls: dict[tuple[str, str], int] = {}
+        self._under_way: list[tuple[str, str]] = []  # name and number of each call, the outermost first
         self._random = torch.default_generator.get_state()
-        self._micro = -1  # the forward of the whole model that is under way, from 0 in each step
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin),
-            *(m.register_forward_hook(self._note(name)) for name, m in model.named_modules()),
-        ]
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin)]
+        for name, module in model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(self._enter(name)),
+                module.register_forward_hook(self._note(name)),
+            ]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -188,27 +197,59 @@ class _Outputs:
         """Move what was seen into a look."""
         seen.tensors |= self._seen.tensors
         seen.facts |= self._seen.facts
-        self._seen, self._micro = _nothing(), -1
+        self._seen = _nothing()
         self._kept.clear()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if _in_training(self._model):
-            self._micro += 1
-            self._calls = {}
+            self._turns.begin()
+            self._calls, self._under_way = {}, []
             self._random = torch.default_generator.get_state()
+
+    def _enter(self, name: str) -> Any:
+        """Calls of a module are counted within the call that they are made in.
+
+        A stage does not see what the modules of other stages call, so that a count over the forward would be another.
+        """
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if not self._is_on():
+                return
+            outer, number = self._under_way[-1] if self._under_way else ("", "")
+            place = (f"{outer}/{number}/" if outer else "", name)
+            count = self._calls[place] = self._calls.get(place, -1) + 1
+            self._under_way.append((name, f"{place[0]}{count}"))
+            if name not in self._seen.facts["begun"]:
+                self._seen.facts["begun"].append(name)
+
+        return hook
 
     def _note(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._micro < 0 or not _in_training(self._model):
+            call = self._ended(name) if self._is_on() else None
+            if call is None:
                 return
-            call = self._calls[name] = self._calls.get(name, -1) + 1
-            for index, leaf in enumerate(tree_leaves(output)):
-                if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                    key = f"outputs/{name}@{call}.{index}@{self._micro}"
-                    self._keep(key, local_of(leaf), self._spans(name, module, args, local_of(leaf)))
-            self._look_for_chance(name)
+            with torch._C.DisableTorchFunction():  # a pipeline must not take it for a part of the forward
+                for index, leaf in enumerate(tree_leaves(output)):
+                    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not _is_elsewhere(leaf):
+                        key = f"outputs/{name}@{call}.{index}@{self._turns.micro}"
+                        self._keep(key, local_of(leaf), self._spans(name, module, args, local_of(leaf)))
+            if not self._turns.is_pipeline:  # there each stage has a stream of its own
+                self._look_for_chance(name)
 
         return hook
+
+    def _ended(self, name: str) -> str | None:
+        """The number of the call that ends, and off with those inside, which an exception has ended."""
+        for index in reversed(range(len(self._under_way))):
+            if self._under_way[index][0] == name:
+                _, number = self._under_way[index]
+                del self._under_way[index:]
+                return number
+        return None
+
+    def _is_on(self) -> bool:
+        return self._turns.micro >= 0 and _in_training(self._model)
 
     def _keep(self, key: str, output: Tensor, spans: list[list[int]]) -> None:
         self._seen.facts["calls"].append(key)
@@ -228,7 +269,13 @@ class _Outputs:
         prefix = f"{name}." if name else ""
         spans = _spans(output, module, self._parts.get(f"{prefix}weight"), self._parts.get(f"{prefix}bias"))
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if spans or first is None or first.shape != output.shape or any(True for _ in module.parameters()):
+        if (
+            spans
+            or first is None
+            or _is_elsewhere(first)
+            or first.shape != output.shape
+            or any(True for _ in module.parameters())
+        ):
             return spans
         source = self._kept.get(_memory(first))
         return [] if source is None else self._seen.facts["spans"].get(source[1], [])
@@ -241,13 +288,18 @@ class _Outputs:
                 self._seen.facts["draws"].append(name)
 
 
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """In another stage of a pipeline: here it is a shape."""
+    return hasattr(tensor, "fake_mode")
+
+
 def _memory(tensor: Tensor) -> Any:
     """What tells two tensors apart while both live."""
     return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _nothing() -> Seen:
-    return Seen(facts={"calls": [], "same": {}, "spans": {}, "draws": []})
+    return Seen(facts={"calls": [], "same": {}, "spans": {}, "draws": [], "begun": []})
 
 
 def _spans(output: Tensor, module: nn.Module, weight: Part | None, bias: Part | None) -> list[list[int]]:
