@@ -36,8 +36,9 @@ CHOICES = {
     "sequence": (False, True),
 }
 MAX_COUNT = 2**20  # a degree beyond a million ranks is a slip of the finger
-AVAILABLE = tuple(
-    ["pp", "dp", "fsdp", "tp", "micro", "schedule", "virtual", "split", "workers", "recompute", "compile", "reshard", "zero", "offload", "sequence"]
+AVAILABLE = (
+    *("pp", "dp", "fsdp", "tp", "micro", "schedule", "virtual", "split", "workers"),
+    *("recompute", "compile", "reshard", "zero", "offload", "sequence"),
 )
 
 

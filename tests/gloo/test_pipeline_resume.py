@@ -54,8 +54,8 @@ def test_any_layout_goes_on_with_what_any_other_has_saved(after, saved, whole):
                 found.append(walk(assemble(job(), world, quiet=True, resume=saved[before])))
         return found
 
-    for rank in run_processes(rank, Layout.parse(after).num_ranks, time_limit_s=100):
-        for seen in rank:
+    for found in run_processes(rank, Layout.parse(after).num_ranks, time_limit_s=100):
+        for seen in found:
             assert_same_training([seen], rest_of_run(STEP, whole))
 
 

@@ -18,6 +18,7 @@ from shoal.verbs.verify.command import VerifyError, failed, prepared, record, ve
 HEALTHY = (
     *(("words", layout, seed) for layout in ("dp2", "fsdp2", "tp2", "dp2.tp2", "fsdp2.tp2") for seed in (0, 1)),
     *(("words", layout, 2) for layout in ("dp3", "dp2:micro=2", "lone:micro=3", "fsdp3", "dp2.fsdp2", "fsdp2:micro=2")),
+    ("words", "dp2:zero=1", 2),
     *(("pixels", layout, 0) for layout in ("dp2", "dp4", "fsdp2", "tp2")),
     *(
         ("words", layout, 0)
