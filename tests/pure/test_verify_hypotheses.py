@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shoal.verbs.verify.figures import missing_squares, of_other_targets, of_wrong_counts
 from shoal.verbs.verify.hypotheses import (
     Portion,
     Setting,
@@ -12,10 +13,7 @@ from shoal.verbs.verify.hypotheses import (
     is_reordered,
     is_scaled,
     missing_reduction,
-    missing_squares,
-    of_other_targets,
     of_portions,
-    of_wrong_counts,
     ratio_and_cosine,
     reasons,
 )

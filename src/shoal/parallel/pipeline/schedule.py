@@ -90,6 +90,8 @@ class Schedule:
         schedule._stages_forward_initialized = schedule._stages_backward_initialized = True
         return schedule
 
-    def _loss(self, output: Any, number: int) -> Tensor:
+    def _loss(self, output: Any, number: int) -> Any:
         assert self._on_output is not None
-        return self._on_output(output, number)
+        loss = self._on_output(output, number)
+        # No view, so that its graph can be cut off when its backward has run.
+        return loss.clone() if isinstance(loss, Tensor) and loss.requires_grad else loss

@@ -11,9 +11,10 @@ from dataclasses import replace
 from shoal.errors import LayoutError
 from shoal.layout import Layout
 from shoal.parallel.pipeline.schedule import schedule_name
-from shoal.parallel.pipeline.timetable import Action, actions
+from shoal.parallel.pipeline.timetable import actions
 
 _GROWS = ("gpipe", "looped-bfs")  # all micro-batches are alive at once
+_IN_ROUNDS = ("interleaved", "zb")
 _WITHOUT_PIPELINE = 3  # the first makes gradients, the second adds to them, the last reduces
 
 
@@ -31,22 +32,29 @@ def enough(layout: Layout, coordinate: int) -> int:
         return min(layout.micro, _WITHOUT_PIPELINE)
     if schedule_name(layout) in _GROWS:
         return layout.micro
-    most = most_alive(layout, coordinate)
-    found = 0
-    for number in range(1, layout.micro):
-        fewer = with_micro(layout, number)
-        if fewer is None:
-            continue
-        if found and number >= found + 2:
-            return number
-        if not found and most_alive(fewer, coordinate) == most:
-            found = number
+    numbers, most = _fitting(layout), most_alive(layout, coordinate)
+    for number, last in zip(numbers, numbers[2:], strict=False):
+        if all(_most(layout, few, coordinate) == most for few in (number, last)):
+            return last
     return layout.micro
 
 
 def next_fewer(layout: Layout, num_micro: int) -> int:
-    """The greatest smaller number of micro-batches that the schedule takes."""
-    return next(number for number in range(num_micro - 1, 0, -1) if with_micro(layout, number) is not None)
+    """The next smaller number that leaves the schedule as it is."""
+    return max(number for number in _fitting(layout) if number < num_micro)
+
+
+def _fitting(layout: Layout) -> list[int]:
+    """Numbers of micro-batches, fewer than the layout's, that the schedule takes, in rounds as long as the layout's."""
+    in_rounds = schedule_name(layout) in _IN_ROUNDS
+    length = layout.micro // max(1, layout.micro // layout.pp) if in_rounds else 1
+    return [number for number in range(length, layout.micro, length) if with_micro(layout, number) is not None]
+
+
+def _most(layout: Layout, num_micro: int, coordinate: int) -> int:
+    fewer = with_micro(layout, num_micro)
+    assert fewer is not None, "it fits"
+    return most_alive(fewer, coordinate)
 
 
 def most_alive(layout: Layout, coordinate: int) -> int:
@@ -54,11 +62,8 @@ def most_alive(layout: Layout, coordinate: int) -> int:
     if layout.pp == 1:
         return 1
     alive = most = 0
-    for kind, _, _ in _order(layout, coordinate):
+    for kind, _, _ in actions(layout)[coordinate]:
         alive += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]  # what the weights' gradients need stays
         most = max(most, alive)
     return most
 
-
-def _order(layout: Layout, coordinate: int) -> list[Action]:
-    return actions(layout)[coordinate]

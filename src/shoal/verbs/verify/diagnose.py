@@ -1,15 +1,13 @@
 """The first difference, in one plain sentence: what differs, by how much, and which mistake makes such a number."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from shoal.layout import Layout
-from shoal.verbs.verify import hypotheses
+from shoal.verbs.verify import figures, hypotheses
 from shoal.verbs.verify.compare import Row, aligned, name_of_output, whole_ids
 from shoal.verbs.verify.hypotheses import Portion, Setting
 from shoal.verbs.verify.recording import START, Recorded, name_of
@@ -234,78 +232,29 @@ class _Case:
         ours, theirs = self._both(key)
         ratio = hypotheses.ratio_of(ours, theirs)
         subject = f"the {self._row.kind}{self._where()}"
-        why = self._why_loss(ours) if self._row.kind == "loss" else []
+        why = figures.of_loss(ours, self._shares) if self._row.kind == "loss" and self._row.step == 1 else []
         why = [reason for reason in (*why, *hypotheses.reasons(ratio, self._setting)) if reason]
         told = f"{subject} is {ours:.10g}, {hypotheses.amount(ratio)} the reference ({theirs:.10g})"
         return self._say(told, "; or ".join(why), ratio=ratio)
-
-    def _why_loss(self, loss: float) -> list[str]:
-        if self._row.step != 1 or not self._shares:
-            return []
-        ranks: dict[int, list[Share]] = {}
-        for share in self._shares:
-            ranks.setdefault(share.data_rank, []).append(share)
-        return [
-            self._mean_of_means(loss),
-            hypotheses.of_other_targets(loss, [[share.against for share in own] for own in ranks.values()]),
-            hypotheses.of_wrong_counts(loss, [[(share.value, share.count) for share in own] for own in ranks.values()]),
-        ]
-
-    def _mean_of_means(self, loss: float) -> str:
-        values: dict[int, list[float]] = {}
-        for share in self._shares:
-            value, count = values.setdefault(share.data_rank, [0.0, 0.0])
-            values[share.data_rank] = [value + share.value, count + share.count]
-        means = [value / count for value, count in values.values() if count]
-        is_ragged = len({count for _, count in values.values()}) > 1
-        if is_ragged and math.isclose(loss, sum(means) / len(means), rel_tol=1e-9):
-            return "it is the mean of the ranks' means, which weighs those with few samples or tokens too much"
-        return ""
 
     def _norm(self) -> Diagnosis:
         ours, theirs = self._both("grad_norm")
         ratio = hypotheses.ratio_of(ours, theirs)
         told = f"the gradient norm is {ours:.10g}, {hypotheses.amount(ratio)} the reference ({theirs:.10g})"
         norms = [self._found.facts(self._at, rank)["grad_norm"] for rank in range(self._found.num_ranks)]
+        facts = self._found.facts(START)
+        gradient = figures.Gradient(
+            squares={
+                name: float(self._reference.tensor(self._then, f"gradients/{name}").double().norm()) ** 2
+                for name in self._reference.keys(self._then, "gradients")
+            },
+            axes=facts.get("parts", {}),
+            copies={name: len(at) for name, at in facts.get("holders", {}).items()},
+            setting=self._setting,
+        )
         if len(set(norms)) > 1:
-            why = hypotheses.missing_squares(norms, (theirs, theirs * self._over_counted), self._setting)
-            why = f"each rank takes the norm of what it holds itself{': ' if why else ''}{why}"
-            return self._say(told, why, ratio=ratio)
-        return self._say(f"every gradient is right, but {told}", self._why_norm(ratio), ratio=ratio)
-
-    @cached_property
-    def _squares(self) -> dict[str, float]:
-        """Of the gradient of each parameter, in one process."""
-        names = self._reference.keys(self._then, "gradients")
-        return {n: float(self._reference.tensor(self._then, f"gradients/{n}").double().norm()) ** 2 for n in names}
-
-    @cached_property
-    def _shared(self) -> dict[str, int]:
-        """Parameters that several stages hold, and how many do."""
-        holders = self._found.facts(START).get("holders", {})
-        return {name: len(at) for name, at in holders.items() if name in self._squares}
-
-    @property
-    def _over_counted(self) -> float:
-        """How much the norm grows where those are counted in each stage."""
-        counted = sum(square * self._shared.get(name, 1) for name, square in self._squares.items())
-        return math.sqrt(counted / (sum(self._squares.values()) or 1.0))
-
-    def _why_norm(self, ratio: float) -> str:
-        parts = self._found.facts(START).get("parts", {})
-        squares, names = self._squares, list(self._squares)
-        total = sum(squares.values())
-        if self._shared and hypotheses.same(ratio, self._over_counted):
-            return f"{', '.join(self._shared)}, which several stages hold, is counted in each of them"
-        for axes in self._setting.axis_sets():
-            size = math.prod(self._setting.sizes[axis] for axis in axes)
-            copies = {n: 1 if set(axes) & set(parts.get(n, ())) else size for n in names}
-            counted = sum(copies[n] * squares[n] for n in names)
-            if total and hypotheses.same(ratio**2, counted / total):
-                return f"what is replicated over {' x '.join(axes)} is counted {size} times"
-            if total and hypotheses.same(ratio**2, 1 / size):
-                return f"only one of {size} parts over {' x '.join(axes)} is counted"
-        return ""
+            return self._say(told, gradient.why_norms(norms), ratio=ratio)
+        return self._say(f"every gradient is right, but {told}", gradient.why_norm(ratio), ratio=ratio)
 
     def _lr(self) -> Diagnosis:
         if self._row.note:

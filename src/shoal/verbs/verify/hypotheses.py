@@ -118,7 +118,7 @@ def missing_reduction(
     if len(versions) != setting.num_ranks or len({tuple(v.shape) for v in versions}) > 1:
         return ""
     for axes in setting.axis_sets():
-        groups = [[r for r in group if _holds(r, setting, holders)] for group in _groups(setting, axes)]
+        groups = [[r for r in group if _holds(r, setting, holders)] for group in groups_of(setting, axes)]
         groups = [group for group in groups if group]
         if len(groups[0]) < 2:
             continue
@@ -134,20 +134,8 @@ def _holds(rank: int, setting: Setting, holders: Sequence[int]) -> bool:
     return not holders or setting.coordinates[rank].get("pp", 0) in holders
 
 
-def missing_squares(norms: Sequence[float], references: Sequence[float], setting: Setting) -> str:
-    """Whether the ranks' own norms are those of parts of one vector, cut over some axes; empty where not.
-
-    Args:
-        references: norms that the whole vector may have.
-    """
-    for axes in setting.axis_sets() if len(norms) == setting.num_ranks else ():
-        totals = [math.sqrt(sum(norms[rank] ** 2 for rank in group)) for group in _groups(setting, axes)]
-        if any(all(same(total, reference) for total in totals) for reference in references):
-            return f"the squares are not added up over {' x '.join(axes)}"
-    return ""
-
-
-def _groups(setting: Setting, axes: tuple[str, ...]) -> list[list[int]]:
+def groups_of(setting: Setting, axes: tuple[str, ...]) -> list[list[int]]:
+    """The ranks that differ on these axes alone."""
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank, place in enumerate(setting.coordinates):
         rest = tuple((axis, index) for axis, index in place.items() if axis not in axes)
@@ -189,50 +177,6 @@ def of_portions(found: Tensor, portions: Sequence[Portion]) -> str:
             whose = "ranks'" if parts is ranks else "micro-batches'"
             return f"it is the mean of the {whose} means, which weighs those with few samples or tokens too much"
     return ""
-
-
-Part = tuple[float, float]  # a loss: its sum, and its count
-
-
-def of_other_targets(loss: float, crossed: Sequence[Sequence[Sequence[Part | None]]]) -> str:
-    """Whether a loss is that of outputs beside the targets of other micro-batches; empty where not.
-
-    Args:
-        crossed: of every data rank, for each micro-batch its loss with the targets of each.
-    """
-    most = max((len(rank) for rank in crossed), default=0)
-    shifts = {f"each with those of the {k}. after it": [(i + k) % most for i in range(most)] for k in range(1, most)}
-    orders = {"in the opposite order": list(range(most))[::-1], **shifts}
-    orders |= {f"all with those of micro-batch {k + 1}": [k] * most for k in range(most)}
-    for told, order in orders.items() if most > 1 else ():
-        parts = [row[order[i]] if order[i] < len(row) else None for rank in crossed for i, row in enumerate(rank)]
-        if _mean_is(loss, parts):
-            return f"outputs meet the targets of other micro-batches, {told}"
-    return ""
-
-
-def of_wrong_counts(loss: float, parts: Sequence[Sequence[Part]]) -> str:
-    """Whether a loss counts one micro-batch several times, or not at all; empty where not.
-
-    Args:
-        parts: of every data rank, each micro-batch.
-    """
-    most = max((len(rank) for rank in parts), default=0)
-    for micro, times in itertools.product(range(most), (0, *range(2, 9))) if most > 1 else ():
-        weighed = [
-            (value * times, count * times) if i == micro else (value, count)
-            for rank in parts
-            for i, (value, count) in enumerate(rank)
-        ]
-        if _mean_is(loss, weighed):
-            return f"micro-batch {micro + 1} " + (f"is counted {times} times" if times else "is left out")
-    return ""
-
-
-def _mean_is(loss: float, parts: Sequence[Part | None]) -> bool:
-    known = [part for part in parts if part is not None]
-    count = sum(part[1] for part in known)
-    return len(known) == len(parts) and bool(count) and same(loss, sum(part[0] for part in known) / count)
 
 
 def _sum(portions: Sequence[Portion]) -> Tensor:
