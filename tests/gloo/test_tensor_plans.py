@@ -179,3 +179,8 @@ def test_a_wrong_plan_of_a_job_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(LayoutError, match="does not compute"):
         record(Wrong, "tp2", on_step=lambda run: (tmp_path / "stepped").touch())
     assert not (tmp_path / "stepped").exists()
+
+
+def test_sizes_that_are_spelled_out_cannot_be_compiled_and_are_refused():
+    with pytest.raises(LayoutError, match=r"spells out sizes of the whole model.*Drop compile"):
+        split_run(lambda: Attention(4), sequences, "tp2:compile=block")

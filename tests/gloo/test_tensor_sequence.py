@@ -54,7 +54,9 @@ class Block(nn.Module):
     def __init__(self, dropout: float = 0.0, heads: int = HEADS) -> None:
         super().__init__()
         self.norm = Norm()
-        self.attention = SelfOrCross() if heads == HEADS else Attention(SPLITS["unflatten"], MERGES["flatten"], heads)
+        self.attention = SelfOrCross()
+        if heads != HEADS:
+            self.attention = Attention(SPLITS["unflatten"], MERGES["flatten"], heads, heads)
         self.scale, self.drop = nn.Parameter(torch.rand(WIDTH)), nn.Dropout(dropout)
         self.after, self.feed = nn.LayerNorm(WIDTH), Feed(dropout)
 
@@ -382,19 +384,20 @@ def test_each_rank_draws_its_own_mask_of_its_tokens():
         assert 0.48 < float((ours == theirs).double().mean()) < 0.56
 
 
-class FirstHalf(Block):
-    """Dropout in the first half alone: when it runs again, torch stops in the midst of the second."""
+class AtFirst(Block):
+    """Dropout before all else: when the block after it runs again, torch stops in the midst of its last region."""
 
     def __init__(self) -> None:
         super().__init__(0.4)
         self.feed = Feed()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm(x)))
+        x = self.drop(x)
+        x = x + self.attention(self.norm(x)) * self.scale
         return x + self.feed(self.after(x))
 
 
-@pytest.mark.parametrize("make_block", [lambda: Block(0.4), FirstHalf], ids=["in both halves", "in the first"])
+@pytest.mark.parametrize("make_block", [lambda: Block(0.4), AtFirst], ids=["in both halves", "at first"])
 def test_blocks_that_run_again_draw_again_what_they_drew(make_block):
     kept, again = (
         split_run(lambda: Stack(make_block), long(7), f"tp2:{option}sequence=true")[0].walk

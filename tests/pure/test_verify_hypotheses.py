@@ -103,10 +103,10 @@ def test_norms_of_stages_whose_squares_are_not_added_up_are_found():
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ([1, 2, 3, 0], "each with those of the 1. after it"),
-        ([3, 0, 1, 2], "each with those of the 3. after it"),
+        ([1, 2, 3, 0], "each those of the next"),
+        ([3, 0, 1, 2], "each those of the one 3 further on"),
         ([3, 2, 1, 0], "in the opposite order"),
-        ([2, 2, 2, 2], "all with those of micro-batch 3"),
+        ([2, 2, 2, 2], "all those of micro-batch 3"),
         ([0, 0, 3, 2], ""),
     ],
 )

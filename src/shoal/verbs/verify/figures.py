@@ -40,9 +40,10 @@ def of_other_targets(loss: float, crossed: Sequence[Sequence[Sequence[Part | Non
         crossed: of every data rank, for each micro-batch its loss with the targets of each.
     """
     most = max((len(rank) for rank in crossed), default=0)
-    shifts = {f"each with those of the {k}. after it": [(i + k) % most for i in range(most)] for k in range(1, most)}
+    names = {1: "the next"} | {k: f"the one {k} further on" for k in range(2, most)}
+    shifts = {f"each those of {names[k]}": [(i + k) % most for i in range(most)] for k in range(1, most)}
     orders = {"in the opposite order": list(range(most))[::-1], **shifts}
-    orders |= {f"all with those of micro-batch {k + 1}": [k] * most for k in range(most)}
+    orders |= {f"all those of micro-batch {k + 1}": [k] * most for k in range(most)}
     for told, order in orders.items() if most > 1 else ():
         parts = [row[order[i]] if order[i] < len(row) else None for rank in crossed for i, row in enumerate(rank)]
         if _mean_is(loss, parts):

@@ -158,7 +158,7 @@ def _one_stream_for_micro() -> Plant:
 
 STAGE_MUTANTS = (
     Mutant("the first stage takes other micro-batches", _other_inputs, "it is that of micro-batch 5", "pp2:micro=5"),
-    Mutant("targets of another micro-batch", _other_targets, "those of the 1. after it", "pp2:micro=5"),
+    Mutant("targets of another micro-batch", _other_targets, "each those of the next", "pp2:micro=5"),
     Mutant("stand-in micro-batches counted", _stand_ins_counted, "micro-batch 5 is counted 4 times", "pp2:micro=8"),
     Mutant("only the last micro-batch's gradient kept", _wiped, "micro-batch 5 of 5 alone", "pp2:micro=5"),
     Mutant("gradients of a stage divided again", _divided_again, "number of micro-batches", "pp2:micro=5"),
