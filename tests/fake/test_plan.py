@@ -201,7 +201,7 @@ def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(layout):
 
 
 def test_a_job_that_asks_for_numbers_is_told_that_a_plan_has_none():
-    with pytest.raises(PlanError, match="Deciding asks for numbers .*decide by shapes"):
+    with pytest.raises(PlanError, match=r"Deciding asks for numbers .*decide by shapes"):
         command(Deciding(), "dp2")
 
 
@@ -216,9 +216,9 @@ def test_ranks_that_are_not_there_are_refused():
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest():
-    with pytest.raises(JobError, match="GPT has no preset 'gpt3'. Did you mean 'gpt3-175b'"):
+    with pytest.raises(JobError, match=r"GPT has no preset 'gpt3'. Did you mean 'gpt3-175b'"):
         preset_of("gpt", "gpt3")
-    with pytest.raises(JobError, match="Normed has no preset 'big'. It has none"):
+    with pytest.raises(JobError, match=r"Normed has no preset 'big'. It has none"):
         preset_of(Normed(), "big")
 
 

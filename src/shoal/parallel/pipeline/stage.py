@@ -197,7 +197,7 @@ class Stage(_PipelineStageBase):
                 _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params()))
                 self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params()), groups)
         if self.is_last and wanted:
-            loss.detach_()  # torch's schedule keeps it to the end of the step, and its graph would keep what was received
+            loss.detach_()  # torch's schedule keeps it to the end of the step; its graph would keep what was received
         self._leaving["gradients", bwd_chunk_id] = [tensor.grad for tensor in wanted]
         for tensor in wanted:
             tensor.grad = None

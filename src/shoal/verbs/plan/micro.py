@@ -66,4 +66,3 @@ def most_alive(layout: Layout, coordinate: int) -> int:
         alive += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]  # what the weights' gradients need stays
         most = max(most, alive)
     return most
-
