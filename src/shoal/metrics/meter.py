@@ -22,8 +22,8 @@ from shoal.metrics.flops import FlopCount, FlopMode, namespace_of, packet_of
 from shoal.world import World
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "inputs", "activations")
-"""`gathered`: parameters of others, while a block needs them; `inputs`: the batch; `activations`: all else, messages and
-scratch too."""
+"""`gathered`: parameters of others, while a block needs them; `inputs`: the batch; `activations`: all else, messages,
+scratch."""
 
 
 @dataclass
