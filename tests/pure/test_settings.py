@@ -177,5 +177,6 @@ def test_the_table_shows_each_value_with_its_origin(tmp_path: Path) -> None:
         "nproc-per-node  -      default",
         "tensorboard     false  default",
         "weights         -      default",
+        "preset          -      default",
         "set.lr          1      run.toml",
     ]
