@@ -150,11 +150,9 @@ class Trial:
             around: a context for a run in training mode with its dropout on.
         """
         found = self._agreed(lambda module: apply(module, self._peers), contextlib.nullcontext())
-        return (
-            found
-            if found is None or not self.draws or self._draws_alike(apply, around or contextlib.nullcontext())
-            else None
-        )
+        if found is not None and self.draws and not self._draws_alike(apply, around or contextlib.nullcontext()):
+            return None
+        return found
 
     def without_gradient(self) -> list[str]:
         """The parameters of which nothing was proved, since the calls gave them no gradient."""
@@ -206,9 +204,7 @@ class Trial:
                 self._peers.meet()
                 partial = self._partial(answer, whole, parts)
                 # What a rank has a part of in one mode, it must not have all of in the other.
-                wrong = (
-                    wrong or partial is None or any(found.get(name, is_) is not is_ for name, is_ in partial.items())
-                )
+                wrong = wrong or partial is None or any(found.get(n, part) is not part for n, part in partial.items())
                 found |= partial or {}
             return None if wrong else found
 
