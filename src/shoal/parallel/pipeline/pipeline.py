@@ -208,7 +208,7 @@ class Pipeline:
             ranks = sorted({rank_of[stage] for stage in stages} or {0})
             if isinstance(tensor, nn.Parameter):
                 self._holders_of_param[names[0]], self._stages_of_param[names[0]] = ranks, stages
-            own = tensor if rank in ranks else _emptied(tensor)
+            own = tensor if rank in ranks else _emptied(tensor, parts[names[0]].shape)
             for name in names:
                 _put(self._model, name, own)
                 if name in parts:
@@ -290,6 +290,8 @@ class Pipeline:
         walk = StageWalk(
             chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own, is_dry=self._skeleton.is_dry
         )
+        if chunk.plan.cut.last[stage] < 0 and stage < self._num_stages - 1:
+            return walk.leaves()  # nothing of it runs for this micro-batch; it passes on
         try:
             with self._around(), self._view.walking(walk):
                 return self._model(*chunk.args, **chunk.kwargs)
@@ -366,9 +368,9 @@ def _names_below(model: nn.Module, atom: str) -> list[str]:
     return [f"{atom}.{name}" for name, _ in _named_tensors(model.get_submodule(atom))]
 
 
-def _emptied(tensor: Tensor) -> Tensor:
-    """Nothing, of as many dims."""
-    empty = tensor.detach().new_empty((0, *tensor.shape[1:]))
+def _emptied(tensor: Tensor, whole: Sequence[int]) -> Tensor:
+    """No rows of the whole tensor, whatever tensor parallelism has left of it here."""
+    empty = tensor.detach().new_empty((0, *whole[1:]))
     if not isinstance(tensor, nn.Parameter):
         return empty
     param = nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.dry import is_equal
+from shoal.dry import convert, is_dry, is_equal
 from shoal.parallel.parts import Part, cut
 from shoal.parallel.tensor.heads import Narrow, Rules, Seen, Watch
 from shoal.parallel.tensor.peers import GivenUpElsewhereError, Peers, Trying
@@ -156,6 +156,8 @@ class Trial:
 
     def without_gradient(self) -> list[str]:
         """The parameters of which nothing was proved, since the calls gave them no gradient."""
+        if is_dry():
+            return []
         grads = {name: [whole.params[name] for whole in self._whole] for name in self._whole[0].params}
         return [name for name, each in grads.items() if all(grad is None or not grad.any() for grad in each)]
 
@@ -344,7 +346,7 @@ def _moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     copied = copy.deepcopy(module)
-    copied._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+    convert(copied, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     return copied
 
 
