@@ -9,6 +9,8 @@ that rank's traceback as a note. Closures are fine: nothing is pickled on the wa
 
 import ctypes
 import faulthandler
+import functools
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -22,9 +24,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil  # noqa: F401  # this and the next are imported by every run; here once instead of in every rank
 import torch
-import torch._dynamo  # imported by the first optimizer; here once instead of in every rank
+import torch._dynamo
 import torch.distributed as dist
+from jobs import Points
+
+from shoal.run import assemble
+from shoal.world import World
 
 # Before the first operation: a fork of a process that has used more threads hangs in its first parallel one.
 torch.set_num_threads(1)
@@ -53,6 +60,7 @@ def run_ranks(fn: Callable[[int, int], T], num_ranks: int, *, time_limit_s: floa
 
 def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limit_s: float = 30) -> list[T]:
     """Runs fn(rank, size, rendezvous) in that many processes; rendezvous is a fresh file:// address."""
+    _warm_up()
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder = Path(name)
@@ -72,10 +80,22 @@ def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limi
         return [torch.load(folder / f"result_{rank}", weights_only=False) for rank in range(num_ranks)]
 
 
+@functools.cache
+def _warm_up() -> None:
+    """A step in two fake worlds: what torch works out at its first step is worked out here, and not in every rank."""
+    for layout in ("fsdp2", "tp2"):
+        with World.open(layout, kind="fake") as world:
+            run = assemble(Points(steps=1), world, quiet=True)
+            for step in run.steps():
+                step()
+            run.close()
+
+
 def _be_rank(fn: Callable[..., Any], rank: int, size: int, folder: Path, time_limit_s: float) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the test session
     torch.set_num_threads(1)
+    gc.freeze()  # what came from the parent stays shared, page by page
     with open(folder / f"stack_{rank}", "w") as stack:
         faulthandler.dump_traceback_later(time_limit_s, file=stack)
         try:

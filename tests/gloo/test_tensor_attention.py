@@ -23,6 +23,7 @@ SPLITS: dict[str, Spell] = {
     "view, the time left open": lambda x, h, d: x.view(x.shape[0], -1, h, d).transpose(1, 2),
     "view of a torch.Size": lambda x, h, d: x.view((*x.size()[:-1], h, d)).permute(0, 2, 1, 3),
     "reshape of a list": lambda x, h, d: torch.reshape(x, [x.shape[0], x.shape[1], h, d]).permute(0, 2, 1, 3),
+    "reshape by keywords": lambda x, h, d: torch.reshape(input=x, shape=(*x.shape[:2], h, d)).permute(0, 2, 1, 3),
     "unflatten": lambda x, h, d: x.unflatten(-1, (h, d)).transpose(1, 2),
     "torch.unflatten, the width left open": lambda x, h, d: torch.unflatten(x, 2, (h, -1)).transpose(1, 2),
     "chunks, stacked": lambda x, h, d: torch.stack(x.chunk(h, dim=-1), dim=1),
@@ -185,6 +186,7 @@ def parted(split: Callable[[Tensor], Any]) -> Callable[[Tensor, int], list[Tenso
 FUSED: dict[str, Callable[[Tensor, int], Any]] = {
     "chunk": parted(lambda z: z.chunk(3, dim=-1)),
     "split by one size": parted(lambda z: z.split(WIDTH, dim=2)),
+    "split by keywords": parted(lambda z: torch.split(tensor=z, split_size_or_sections=WIDTH, dim=-1)),
     "split by a list": parted(lambda z: torch.split(z, [WIDTH, WIDTH, WIDTH], dim=-1)),
     "view (b, t, 3, h, d)": lambda z, h: z.view(*z.shape[:2], 3, h, WIDTH // h).permute(2, 0, 3, 1, 4),
     "reshape (b, t, 3, h, -1)": lambda z, h: z.reshape(*z.shape[:2], 3, h, -1).permute(2, 0, 3, 1, 4).unbind(0),

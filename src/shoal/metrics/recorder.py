@@ -64,6 +64,7 @@ class Recorder:
         self._log_every = log_every or (1 if job.steps <= 50 else 10)
         self._tokens, self._tensorboard = tokens, tensorboard
         self._speaks = world.rank == 0 and not quiet
+        self._is_heard = folder is not None or not quiet  # equal on every rank
         self._clock = StepClock()
         self._meter = open_meter(world.device, torch.get_num_threads())
         self._flops: FlopCount | None = None
@@ -129,7 +130,7 @@ class Recorder:
         if self._progress is not None:
             self._progress.update(result.step, values)
         over = (values["perf/mfu"] or 0.0) > 1.0 and self._probes < _MAX_PROBES
-        if (first or over) and not ends:
+        if self._is_heard and (first or over) and not ends:
             self._find_peak()
 
     def _figures(self, result: StepResult) -> dict[str, float | None]:

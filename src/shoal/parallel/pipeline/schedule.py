@@ -80,7 +80,8 @@ class Schedule:
         name = schedule_name(self._layout)
         options = {"n_microbatches": num_micro, "loss_fn": self._loss, "scale_grads": False}
         if name in _SINGLE:
-            schedule = _SINGLE[name if has_backward else "gpipe"](self._stages[0], **options)
+            is_many = num_micro >= self._layout.num_stages  # as 1F1B asks; a plan begins with a short step
+            schedule = _SINGLE[name if has_backward and is_many else "gpipe"](self._stages[0], **options)
             # Nothing is to be found out about shapes: the program says them.
             schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
             return schedule

@@ -78,11 +78,12 @@ class Watch(TorchFunctionMode):
         self.seen = Seen()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        args, kwargs = _tensor_first(args, kwargs)
+        out = func(*args, **kwargs)
         if func in _RESHAPES:
             self.seen.reshapes[_site()].append((tuple(args[0].shape), tuple(out.shape)))
         elif func in _SPLITS or func in (Tensor.chunk, torch.chunk):
-            dim = _dim_of(args, kwargs or {})
+            dim = _dim_of(args, kwargs)
             self.seen.splits[_site()].append((args[0].shape[dim], tuple(piece.shape[dim] for piece in out)))
         return out
 
@@ -130,7 +131,7 @@ class Narrow(TorchFunctionMode):
         self._calls: dict[Site, int] = defaultdict(int)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _tensor_first(args, kwargs)
         if func in _RESHAPES:
             args, kwargs = self._reshape(func, _site(), args, kwargs)
         elif func in _SPLITS:
@@ -223,6 +224,13 @@ class Narrow(TorchFunctionMode):
         if (sum(local) if not isinstance(sizes, int) else local[0]) > tensor.shape[dim]:
             return args, kwargs
         return (tensor, local[0] if isinstance(sizes, int) else local, dim), {}
+
+
+def _tensor_first(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The same call with its tensor by position: `torch.reshape(input=x, shape=...)`."""
+    named = dict(kwargs or {})
+    first = next((name for name in ("input", "tensor") if name in named), None)
+    return (args, named) if args or first is None else ((named.pop(first),), named)
 
 
 def _dim_of(args: Any, kwargs: Any) -> int:

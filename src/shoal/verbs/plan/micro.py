@@ -14,6 +14,7 @@ from shoal.parallel.pipeline.schedule import schedule_name
 from shoal.parallel.pipeline.timetable import actions
 
 _GROWS = ("gpipe", "looped-bfs")  # all micro-batches are alive at once
+_IN_ANY_NUMBER = ("gpipe", "1f1b", "looped-bfs")
 _IN_ROUNDS = ("interleaved", "zb")
 _WITHOUT_PIPELINE = 3  # the first makes gradients, the second adds to them, the last reduces
 
@@ -39,9 +40,10 @@ def enough(layout: Layout, coordinate: int) -> int:
     return layout.micro
 
 
-def next_fewer(layout: Layout, num_micro: int) -> int:
-    """The next smaller number that leaves the schedule as it is."""
-    return max(number for number in _fitting(layout) if number < num_micro)
+def to_begin_with(layout: Layout) -> int:
+    """So few that the first step, which makes the optimizer's state, is short; messages and FLOPs are in proportion."""
+    in_any_number = layout.pp == 1 or schedule_name(layout) in _IN_ANY_NUMBER
+    return min(2, layout.micro) if in_any_number else next(iter(_fitting(layout)), layout.micro)
 
 
 def _fitting(layout: Layout) -> list[int]:

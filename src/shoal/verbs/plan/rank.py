@@ -24,7 +24,7 @@ from shoal.parallel.replicate import DryReplica
 from shoal.run import Run, assemble
 from shoal.step import Forward, Step, call_of, on_device
 from shoal.verbs.plan.command import PlanError
-from shoal.verbs.plan.micro import enough, most_alive, next_fewer, with_micro
+from shoal.verbs.plan.micro import enough, most_alive, to_begin_with
 from shoal.verbs.plan.report import RankFigures
 from shoal.world import Place, World
 
@@ -62,6 +62,8 @@ def plan_rank(job: Job, layout: Layout, rank: int) -> RankPlan:
         num_nodes=-(-layout.num_ranks // _RANKS_PER_NODE),
         source="flags",
     )
+    if layout.tp == 1:  # with it a run refuses by-name; without it the ranks hold the same
+        job = with_fields(job, {"init": "whole"})
     # Compiled code holds and computes much the same, and cannot run on shapes that are ours.
     with World.open(replace(layout, compile="none"), kind="fake", place=place) as world, dry_run():
         try:
@@ -80,7 +82,7 @@ def _planned(run: Run) -> RankPlan:
     batch = replace(read, micro=as_shapes(read.micro))
     coordinate = world.mesh.coordinate(world.rank, "pp")
     num_micro = enough(layout, coordinate) if _are_alike(run, batch) else layout.micro
-    fewer = layout.micro if num_micro == layout.micro else next_fewer(layout, num_micro)
+    fewer = to_begin_with(layout)
     _survey(run, batch)
     first, second = _metered_step(run, batch, fewer), _metered_step(run, batch, num_micro)
     # The first step has made the optimizer's state and the second is as all that follow. Both do once what is done
@@ -121,9 +123,7 @@ def _survey(run: Run, batch: RankBatch) -> None:
 
 def _metered_step(run: Run, batch: RankBatch, num_micro: int) -> Metered:
     """One optimizer step over the first micro-batches of a batch."""
-    layout = with_micro(run.world.layout, num_micro)
-    assert layout is not None, "the schedule takes so many"
-    world = replace(run.world, layout=layout)
+    world = replace(run.world, layout=replace(run.world.layout, schedule=None, micro=num_micro))
     step = Step(run.job, run.model, world, optimizer=run.optimizer, scheduler=None)
     step.scaler = None  # it asks whether a gradient overflows; it adds no memory
     run.optimizer.zero_grad(set_to_none=True)

@@ -141,6 +141,7 @@ class Recorded:
         self.folder = folder
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}
         self._files: dict[tuple[str, int], Any] = {}
+        self._keys: dict[tuple[str, int], dict[str, None]] = {}
 
     @cached_property
     def steps(self) -> list[int]:
@@ -161,7 +162,7 @@ class Recorded:
         """Of tensors that any rank holds of a kind, in the order of the model, without the kind."""
         found: dict[str, None] = {}
         for rank in range(self.num_ranks):
-            found |= dict.fromkeys(self._own_keys(moment, rank))
+            found |= self._own_keys(moment, rank)
         return [key.removeprefix(f"{kind}/") for key in found if key.startswith(f"{kind}/")]
 
     def versions(self, moment: str, key: str) -> dict[int, Tensor]:
@@ -181,9 +182,12 @@ class Recorded:
         without = self.facts(moment, rank).get("without", ()) if kind == "gradients" else ()
         return name not in without and key in self._own_keys(moment, 0)
 
-    def _own_keys(self, moment: str, rank: int) -> list[str]:
-        file = self._file(moment, rank)
-        return [] if file is None else list(file.keys())
+    def _own_keys(self, moment: str, rank: int) -> dict[str, None]:
+        """In the order of the file; read once, since every tensor is looked up in them several times."""
+        if (moment, rank) not in self._keys:
+            file = self._file(moment, rank)
+            self._keys[moment, rank] = {} if file is None else dict.fromkeys(file.keys())
+        return self._keys[moment, rank]
 
     def _file(self, moment: str, rank: int) -> Any:
         if (moment, rank) not in self._files:

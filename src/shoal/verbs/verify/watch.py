@@ -294,8 +294,13 @@ def _is_elsewhere(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """What tells two tensors apart while both live."""
-    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
+    """What tells two tensors apart while both live.
+
+    A wrapper has no memory of its own: split logits would be gathered to answer, and the address of what was gathered
+    differs by rank, so that one rank would gather a second time while the other does not.
+    """
+    place = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
+    return place, tensor._version, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _nothing() -> Seen:
