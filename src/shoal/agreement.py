@@ -1,10 +1,11 @@
 """What every rank must have in common, checked: the start, and the state after the first step."""
 
 import copy
+import functools
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from shoal.data.digest import digest
 from shoal.dry import has_numbers, numbers
 from shoal.errors import JobError, NumericsError, WorldError
+from shoal.layout import Layout
 from shoal.parallel.clip import dense
 from shoal.parallel.parts import local_of, parts_of
 from shoal.parallel.place import placement_of
@@ -124,30 +126,68 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 @numbers()  # in a dry run too
-def check_acts_by_element(optimizer: torch.optim.Optimizer, layout: str) -> None:
-    """An optimizer of parameters that are cut must treat each element by itself: tried on a matrix and on its halves.
+def check_fits_parts(optimizer: torch.optim.Optimizer, layout: Layout, *, cuts_matrices: bool) -> None:
+    """An optimizer on ranks that each have a part does what it does with all in one place: tried on small matrices.
+
+    Args:
+        cuts_matrices: a rank has a part of a matrix, as a tensor of its own (tp).
 
     Raises:
-        JobError: the halves are updated otherwise than the whole.
+        JobError: it mixes what lies on different ranks, or keeps state that checkpoints cannot cut.
     """
     draw = torch.Generator().manual_seed(0)
-    whole, *grads = (torch.randn(8, 6, dtype=torch.float64, generator=draw) for _ in range(3))
+    matrix, other, *grads = (torch.randn(8, 6, dtype=torch.float64, generator=draw) for _ in range(5))
     for group in optimizer.param_groups:
-        for dim in (0, 1):
-            together = _stepped(optimizer, group, [whole], [[grad] for grad in grads])
-            halves = _stepped(optimizer, group, list(whole.chunk(2, dim)), [list(grad.chunk(2, dim)) for grad in grads])
-            if not torch.allclose(together[0], torch.cat(halves, dim), rtol=1e-9, atol=1e-12):
+        trial = functools.partial(_stepped, optimizer, group)
+        whole, state = trial([matrix], [[grad] for grad in grads])
+        for dim in (0, 1) if cuts_matrices else ():
+            halves = [
+                trial([half], [[grad.chunk(2, dim)[at]] for grad in grads])[0][0]
+                for at, half in enumerate(matrix.chunk(2, dim))
+            ]
+            if not _is_close(torch.cat(halves, dim), whole[0]):
                 raise JobError(
                     f"{type(optimizer).__name__} does not update each element by itself: on the halves of a matrix it "
                     f"does something else than on the whole one, and in {layout} a rank has only its part. Take an "
                     "optimizer that goes by element (SGD, Adam, AdamW, ...), or a layout without tp."
                 )
+        if layout.pp > 1 and not _is_close(_beside(trial, [matrix, other], grads), whole[0]):
+            raise JobError(
+                f"{type(optimizer).__name__} does not update each parameter by itself: beside others, of which one "
+                f"has no elements, it does something else than alone, and in {layout} a rank has only the parameters "
+                "of its stages. Take an optimizer that goes by parameter (SGD, Adam, AdamW, ...), or a layout without "
+                "pp."
+            )
+        odd = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape not in ((), (8, 6))]
+        if odd and (cuts_matrices or layout.pp * layout.fsdp > 1):
+            raise JobError(
+                f"{type(optimizer).__name__} keeps state of another shape than its parameter ({', '.join(odd)}), and "
+                f"in {layout} a rank has only a part of that: checkpoints could not put it together. Take an "
+                "optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...), or a layout that keeps "
+                "parameters whole (dpN)."
+            )
+
+
+_Trial = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], dict[str, Any]]]
+
+
+def _beside(trial: _Trial, values: list[Tensor], grads: Sequence[Tensor]) -> Tensor | None:
+    """The first of these parameters, stepped beside the others and one of another stage, which has no elements here."""
+    absent = values[0][:0]
+    try:
+        return trial([*values, absent], [[grad, *(-grad for _ in values[1:]), absent] for grad in grads])[0][0]
+    except (ArithmeticError, RuntimeError):  # a mean over nothing
+        return None
+
+
+def _is_close(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def _stepped(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], values: list[Tensor], grads: list[list[Tensor]]
-) -> list[Tensor]:
-    """What a twin of the optimizer, with the values of this group, makes of other parameters."""
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """What a twin of the optimizer, with the values of this group, makes of parameters, and the state of the first."""
     twin = copy.copy(optimizer)
     params = [nn.Parameter(value.clone()) for value in values]
     twin.state = defaultdict(dict)
@@ -156,7 +196,7 @@ def _stepped(
         for param, grad in zip(params, each, strict=True):
             param.grad = grad.clone()
         twin.step()
-    return [param.detach() for param in params]
+    return [param.detach() for param in params], twin.state[params[0]]
 
 
 def check_first_step(

@@ -1,12 +1,14 @@
 """A checkpoint knows nothing of stages: what a pipeline saved any layout goes on with, and the other way round."""
 
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
 from ranks import run_processes
 from trainings import Record, assert_same_training, record, rest_of_run, walk
-from zoo import TiedGPT
+from torch import nn
+from zoo import VOCABULARY, Text, TiedGPT
 
 from shoal.checkpoint.export import export
 from shoal.layout import Layout
@@ -71,3 +73,43 @@ def test_a_pipeline_starts_from_plain_weights(tmp_path):
     torch.save(job().model().double().state_dict(), tmp_path / "model.pt")
     (reference,) = record(job, weights=tmp_path / "model.pt")
     assert_same_training(record(job, "pp2:micro=2", weights=tmp_path / "model.pt"), reference)
+
+
+class Scaled(nn.Module):
+    """Between its stages are parameters without dimensions: Adam's count of steps has the shape that they have."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
+        self.ups = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(4))
+        self.scales = nn.ParameterList(torch.tensor(0.5 + number) for number in range(4))
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        for up, down, scale in zip(self.ups, self.downs, self.scales, strict=True):
+            x = x + scale * down(torch.relu(up(x)))
+        return self.head(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars(Text):
+    steps: int = 4
+
+    def model(self):
+        return Scaled()
+
+    def optimizer(self, params):
+        return torch.optim.Adam(params, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("pp2:micro=2", "lone"), ("lone", "pp4:micro=4"), ("pp2.tp2:micro=2", "pp2.tp2:micro=2,schedule=gpipe")],
+)
+def test_parameters_without_dimensions_and_their_state_go_on(before, after, tmp_path):
+    (whole,) = record(Scalars)
+    assert_same_training(record(Scalars, before, folder=tmp_path / "run", save_every=STEP), whole)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")
+    found = record(Scalars, after, folder=tmp_path / "next", resume=str(tmp_path / "run"))
+    assert_same_training(found, rest_of_run(STEP, whole))

@@ -82,21 +82,16 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Seen:
 # --- help and slips
 
 
-def test_help_is_quick_and_imports_no_torch() -> None:
+def test_help_imports_nothing_heavy() -> None:
+    """Which is what makes it quick: torch alone takes a second."""
     code = (
         "import sys; sys.argv = ['shoal', '--help']; from shoal.cli import main\n"
         "try: main()\n"
-        "finally: sys.stderr.write(str(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules))))"
+        "finally: sys.stderr.write(str(sorted({'torch', 'numpy', 'pydantic', 'asyncio'} & set(sys.modules))))"
     )
-    seconds = []
-    for _ in range(3):
-        before = os.times()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-        assert done.stderr == "[]"
-        assert "train" in done.stdout
-    assert min(seconds) < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]"
+    assert "train" in done.stdout
 
 
 @pytest.mark.parametrize("verb", [["train"], ["launch"], ["test"], ["checkpoint", "export"], ["checkpoint", "ls"]])

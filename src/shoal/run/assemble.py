@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from shoal.agreement import check_acts_by_element, check_optimizer, check_same_model
+from shoal.agreement import check_fits_parts, check_optimizer, check_same_model
 from shoal.checkpoint.pack import pack
 from shoal.data import Shared, share
 from shoal.data.digest import digest
@@ -332,13 +332,14 @@ def _build_optimizer(job: Job, model: nn.Module, world: World) -> tuple[torch.op
         raise JobError(f"{type(job).__name__}.model() has no trainable parameter: nothing would be trained.")
     optimizer = job.optimizer(params)
     check_optimizer(optimizer, model)
-    if placement_of(model).split is not None:
-        check_acts_by_element(optimizer, str(world.layout))
     if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
         raise JobError(
             f"{type(optimizer).__name__} wants to compute the loss several times in one step (a closure), and a step "
             "here computes it once. Take another optimizer, or write the loop yourself (docs/jobs.md)."
         )
+    is_split = placement_of(model).split is not None
+    if is_split or world.layout.pp * world.layout.fsdp > 1:
+        check_fits_parts(optimizer, world.layout, cuts_matrices=is_split)
     use_fused(optimizer)
     scheduler = job.scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -206,6 +206,8 @@ class Pipeline:
             if not isinstance(tensor, nn.Parameter) and (not stages or names[0] not in parts):
                 continue  # outside of all atoms, or a table that is not saved: every rank computes with it
             ranks = sorted({rank_of[stage] for stage in stages} or {0})
+            if isinstance(tensor, nn.Parameter) and not tensor.dim():
+                ranks = list(range(layout.pp))  # it cannot be empty: all hold it, and have its whole gradient
             if isinstance(tensor, nn.Parameter):
                 self._holders_of_param[names[0]], self._stages_of_param[names[0]] = ranks, stages
             own = tensor if rank in ranks else _emptied(tensor, parts[names[0]].shape)
