@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ranks import run_processes
-from trainings import Record, assert_same_training, record, rest_of_run, walk
 from torch import nn
+from trainings import Record, assert_same_training, record, rest_of_run, walk
 from zoo import VOCABULARY, Text, TiedGPT
 
 from shoal.checkpoint.export import export

@@ -85,7 +85,7 @@ def test_importing_a_door_does_not_import_torch(module: str) -> None:
 
 def test_nothing_happens_at_import() -> None:
     modules = [module_of(path) for path, _ in sources() if path.name != "__main__.py"]
-    # torch's pipelines load its compiler, which names its cache in the environment: torch's own doing, so loaded before.
+    # Of torch's own doing: its pipelines load its compiler, which names its cache in the environment.
     printed = run_python(
         "import importlib, os, random, signal, threading, torch.distributed.pipelining\n"
         "def state():\n"
