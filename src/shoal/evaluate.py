@@ -83,6 +83,8 @@ def _add_over_ranks(sums: dict[str, Sum], world: World) -> dict[str, Sum]:
     shapes: dict[str, list[int]] = {}
     for row in world.gather_text(json.dumps({name: list(s.value.shape) for name, s in sums.items()})):
         shapes |= json.loads(row)
+    if not shapes:
+        return {}
     zeros = {
         name: Sum(torch.zeros(shape, dtype=torch.float64, device=world.device), 0.0) for name, shape in shapes.items()
     }

@@ -190,7 +190,7 @@ def test_the_origin_of_each_value_is_printed_and_kept(folder: Path) -> None:
     done = well(
         run("train mine.py --nproc_per_node 2 --config run.toml --steps 3", folder, SHOAL_KEEP=1, SHOAL_SET="seed=7")
     )
-    rows = [line.split(maxsplit=2) for line in done.out.splitlines()[:15]]
+    rows = [line.split(maxsplit=2) for line in done.out.splitlines()[:20]]
     for row in (
         ["layout", "dp2", "--nproc-per-node"],
         ["steps", "3", "--steps"],

@@ -21,14 +21,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards buffers, tables that renormalise their rows, and random numbers are as they were."""
+    """Evaluation mode, every module called; buffers, renormalised tables and random numbers are as before after it."""
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None]
     before = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *tables)]
     state = torch.get_rng_state()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it skips modules, and gives nested tensors to others
     try:
         with evaluating(model):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         torch.set_rng_state(state)
         with torch.no_grad():
             for tensor, value in before:

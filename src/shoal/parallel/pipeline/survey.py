@@ -1,6 +1,7 @@
 """A forward on shapes alone, written down as a program."""
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +105,10 @@ class Survey(Walk):
             real = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
             memo[id(fake)] = nn.Parameter(real, fake.requires_grad) if isinstance(fake, nn.Parameter) else real
         args, kwargs = tree_map_only(Tensor, _zeros, (args, kwargs))
-        return tree_map_only(Tensor, self._fake, run_atom(copy.deepcopy(module, memo), args, kwargs))
+        out = run_atom(copy.deepcopy(module, memo), args, kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+            return tree_map_only(Tensor, self._fake, out)
 
     def end(self, output: Any) -> Program:
         """The program, given what the model has returned."""

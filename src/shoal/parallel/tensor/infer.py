@@ -113,13 +113,10 @@ def _watched(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
         module.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
         for name, module in model.named_modules()
     ]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it skips the modules whose calls are to be seen
     try:
         with without_trace(model):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()
 
