@@ -122,7 +122,7 @@ def make_arms(world: World, args: argparse.Namespace) -> dict[str, turns.Step]:
 class Equal(Job):
     """Sixteen equal layers, so that both stages have the same to do."""
 
-    width: int = 512
+    width: int = 1024
     batch_size: int = 512
     steps: int = STEPS
 

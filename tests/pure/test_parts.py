@@ -169,8 +169,8 @@ def test_in_a_fake_world_copies_are_counted_and_nothing_is_gathered() -> None:
     with World.open("dp2.fsdp3.tp2", kind="fake") as world:
         whole = Part.whole((4, 6))
         columns = whole.take(1, [(0, 3)], "tp")
-        assert num_copies(whole, world) == 12
-        assert num_copies(columns, world) == 6
-        assert num_copies(columns.take(0, [(0, 2)], "fsdp"), world) == 2
+        assert num_copies(whole.axes, world) == 12
+        assert num_copies(columns.axes, world) == 6
+        assert num_copies(columns.take(0, [(0, 2)], "fsdp").axes, world) == 2
         local = torch.ones(columns.local_shape)
         assert gather_whole(local, columns, world).shape == (4, 3)

@@ -34,10 +34,13 @@ def grad_norm(params: Mapping[str, nn.Parameter], parts: Mapping[str, Part], wor
     if not cut or world.kind == "lone":
         return norm
     squares = torch.zeros((), dtype=torch.float64, device=world.device)
-    ours = {name: part for name, part in cut.items() if not part.is_copy}
-    for copies in sorted({num_copies(part, world) for part in ours.values()}):
-        held = gradients(params[name] for name, part in ours.items() if num_copies(part, world) == copies)
-        if held:
+    by_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for name, part in cut.items():
+        if not part.is_copy:
+            by_axes.setdefault(part.axes, []).append(params[name])
+    for axes, ours in by_axes.items():
+        copies = num_copies(axes, world)
+        if held := gradients(ours):
             squares += torch.nn.utils.get_total_norm(held).double() ** 2 / copies
     if world.kind == "real":
         dist.all_reduce(squares, group=world.side_group)

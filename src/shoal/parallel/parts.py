@@ -142,9 +142,9 @@ def gather_whole(local: Tensor, part: Part, world: World) -> Tensor:
     return whole
 
 
-def num_copies(part: Part, world: World) -> int:
-    """How many ranks hold the same part."""
-    return world.size // len(world.mesh.group(world.rank, part.axes)) if part.axes else world.size
+def num_copies(axes: Sequence[str], world: World) -> int:
+    """How many ranks hold the same part of what is cut over these axes."""
+    return world.size // len(world.mesh.group(world.rank, axes)) if axes else world.size
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:

@@ -290,7 +290,14 @@ class Pipeline:
         received = dict(zip(chunk.plan.cut.enters[stage], inputs, strict=True))
         streams = Streams(self._seed, chunk.number, stage, self._world.device)
         walk = StageWalk(
-            chunk.plan.program, chunk.plan.cut, stage, received, self._shapes, streams.own, is_dry=self._skeleton.is_dry
+            chunk.plan.program,
+            chunk.plan.cut,
+            stage,
+            received,
+            self._shapes,
+            streams.own,
+            chunk.plan.likenesses.setdefault(stage, {}),
+            is_dry=self._skeleton.is_dry,
         )
         if chunk.plan.cut.last[stage] < 0 and stage < self._num_stages - 1:
             return walk.leaves()  # nothing of it runs for this micro-batch; it passes on

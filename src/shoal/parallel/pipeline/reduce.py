@@ -27,6 +27,7 @@ class LateReduction:
     def __init__(self, model: nn.Module, world: World, holders: Mapping[str, Sequence[int]]) -> None:
         rank = world.mesh.coordinate(world.rank, "pp")
         self._model, self._world = model, world  # parameters by name: shards take the places of whole ones
+        self._named: dict[str, nn.Parameter] = {}
         self._held = [name for name, ranks in holders.items() if rank in ranks]
         self._shared = {name: ranks for name, ranks in holders.items() if rank in ranks and len(ranks) > 1}
 
@@ -38,7 +39,7 @@ class LateReduction:
         """After the last backward of a step; collective."""
         if self._world.kind != "real" and not is_dry():
             return
-        named = dict(self._model.named_parameters())
+        self._named = named = self._named or dict(self._model.named_parameters())
         if not is_dry():
             self._agree_on_use(list(named.values()))
         grads = {name: named[name].grad for name in self._held}

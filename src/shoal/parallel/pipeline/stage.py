@@ -8,7 +8,7 @@ that micro-batches may differ in shape, and a value without gradient is told fro
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Plan:
 
     program: Program
     cut: Cut
+    likenesses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # by stage: see StageWalk
 
     def entering(self, stage: int) -> list[Meta]:
         """What a stage is sent."""

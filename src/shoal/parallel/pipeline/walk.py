@@ -27,6 +27,7 @@ from shoal.parallel.swap import become
 _NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
 _ELSEWHERE = "_shoal_elsewhere"  # of a tensor: it is a shape, and its numbers are in another stage
 _WALK = "_shoal_walk"  # of an atom: where its walk is found, and its name
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -76,12 +77,27 @@ def _is_followed(leaf: Any) -> bool:
 
 
 def leaves_in(args: Any, kwargs: Any) -> list[Any]:
-    nested = kwargs or any(isinstance(arg, tuple | list | dict) for arg in args)
-    return tree_leaves((args, kwargs)) if nested else list(args)
+    leaves = [*args, *kwargs.values()] if kwargs else list(args)
+    is_flat = all(type(leaf) in _PLAIN or isinstance(leaf, Tensor) for leaf in leaves)
+    return leaves if is_flat else tree_leaves(leaves)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [tree] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def mapped(convert: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """As torch's `tree_map_only` of tensors; in what calls are mostly made of many times as quick."""
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([mapped(convert, leaf) for leaf in tree])
+    if kind is dict:
+        return {key: mapped(convert, leaf) for key, leaf in tree.items()}
+    return tree_map_only(Tensor, convert, tree)
 
 
 def number_of(tensor: Tensor) -> int | None:
@@ -107,9 +123,9 @@ def run_atom(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
     So a value has one number in the eyes of every stage.
     """
-    given = {id(t) for t in tensors_in((args, kwargs))}
+    given = {id(leaf) for leaf in leaves_in(args, kwargs)}
     out = nn.Module.__call__(module, *args, **kwargs)
-    return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in given else t, out)
+    return mapped(lambda t: t.view_as(t) if id(t) in given else t, out)
 
 
 def uses_of(tensors: list[Tensor]) -> tuple[int, ...]:
@@ -123,6 +139,7 @@ class StageWalk(Walk):
         received: by number, the values that the stage before has sent.
         shapes: by the id of a parameter that is not here, a fake tensor of its shape.
         around: put around each atom that runs here.
+        likenesses: kept from walk to walk: of what other stages make, shapes to hand out.
         is_dry: this stage has no numbers either, as where a layout is only planned.
     """
 
@@ -134,12 +151,14 @@ class StageWalk(Walk):
         received: dict[int, Tensor],
         shapes: Mapping[int, Tensor],
         around: Around,
+        likenesses: dict[int, Tensor],
         *,
         is_dry: bool = False,
     ) -> None:
         super().__init__()
         self._program, self._cut, self._stage = program, cut, stage
         self._shapes, self._around, self._is_dry = shapes, around, is_dry
+        self._likenesses = likenesses
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
 
@@ -192,9 +211,16 @@ class StageWalk(Walk):
 
     def _passed_over(self, name: str) -> Any:
         """What the next call gives, as shapes."""
-        out = tree_map_only(Tensor, _again, self._program.outputs[self.place])
+        out = mapped(self._again, self._program.outputs[self.place])
         self._made(name, made_by(out, []), False)
         return out
+
+    def _again(self, tensor: Tensor) -> Tensor:
+        # Walks run one after the other, so all can use one, which nothing has changed in place.
+        known = self._likenesses.get(id(tensor))
+        if known is None or known._version:
+            known = self._likenesses[id(tensor)] = _like(tensor)
+        return known
 
     def end(self, output: Any) -> Any:
         """What the model has returned, with what came from stages before."""
@@ -241,20 +267,16 @@ class StageWalk(Walk):
 
     def _resolved(self, tree: Any) -> Any:
         """With numbers for shapes."""
-        if isinstance(tree, dict) and not tree:
-            return tree
-        if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
-            return tuple(map(self._resolve, tree))  # by far the most usual call
-        return tree_map_only(Tensor, self._resolve, tree)
+        return mapped(self._resolve, tree)
 
     def _resolve(self, tensor: Tensor) -> Tensor:
         return self._held[tensor.__dict__[_NUMBER]] if _ELSEWHERE in tensor.__dict__ else tensor
 
     def _as_shapes(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: self._shapes.get(id(t), t), tree)
+        return mapped(lambda t: self._shapes.get(id(t), t), tree)
 
 
-def _again(tensor: Tensor) -> Tensor:
+def _like(tensor: Tensor) -> Tensor:
     """Another of the same shape; `detach` would do, at eight times the time."""
     if type(tensor) is not FakeTensor:
         return tensor.detach()
