@@ -2,8 +2,10 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# Tests wait for processes of theirs now and then: one worker more than cores.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test proof check bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -14,7 +16,12 @@ demo: .venv/ready
 	$(BIN)/shoal train digits --layout dp2
 
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup
+
+# Every schedule in every product of pp, dp, fsdp and tp, and every cell of the generality matrix.
+proof: .venv/ready
+	SHOAL_PROOF=1 $(BIN)/pytest --timeout 900 tests/gloo/test_pipeline.py -k every_schedule
+	$(BIN)/python benchmarks/generality.py
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ import psutil  # noqa: F401  # this and the next are imported by every run; here
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from jobs import Points
+from zoo import TiedGPT
 
 from shoal.run import assemble
 from shoal.world import World
@@ -44,7 +44,7 @@ class RankError(AssertionError):
     """A rank that hung, died without a word, or raised what cannot be pickled."""
 
 
-def run_ranks(fn: Callable[[int, int], T], num_ranks: int, *, time_limit_s: float = 30) -> list[T]:
+def run_ranks(fn: Callable[[int, int], T], num_ranks: int, *, time_limit_s: float = 60) -> list[T]:
     """Runs fn(rank, size) in that many processes that share a gloo group."""
 
     def in_group(rank: int, size: int, rendezvous: str) -> T:
@@ -58,7 +58,7 @@ def run_ranks(fn: Callable[[int, int], T], num_ranks: int, *, time_limit_s: floa
     return run_processes(in_group, num_ranks, time_limit_s=time_limit_s)
 
 
-def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limit_s: float = 30) -> list[T]:
+def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limit_s: float = 60) -> list[T]:
     """Runs fn(rank, size, rendezvous) in that many processes; rendezvous is a fresh file:// address."""
     _warm_up()
     fork = multiprocessing.get_context("fork")
@@ -82,10 +82,10 @@ def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limi
 
 @functools.cache
 def _warm_up() -> None:
-    """A step in two fake worlds: what torch works out at its first step is worked out here, and not in every rank."""
-    for layout in ("fsdp2", "tp2"):
+    """A step in fake worlds: what torch works out at its first step is worked out here, and not in every rank."""
+    for layout in ("fsdp2", "tp2", "pp2:micro=2"):
         with World.open(layout, kind="fake") as world:
-            run = assemble(Points(steps=1), world, quiet=True)
+            run = assemble(TiedGPT(width=16, heads=2, depth=2, steps=1), world, quiet=True)
             for step in run.steps():
                 step()
             run.close()

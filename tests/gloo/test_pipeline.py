@@ -1,5 +1,6 @@
 """The law over pipeline stages: any schedule, alone and with every other axis, is the training of one process."""
 
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -81,14 +82,16 @@ def in_layouts(make_job, layouts, on_step=None) -> list[list[Record]]:
                 found.append(walk(assemble(make_job(), world, quiet=True), on_step))
         return found
 
-    return run_processes(rank, Layout.parse(layouts[0]).num_ranks, time_limit_s=100)
+    return run_processes(rank, Layout.parse(layouts[0]).num_ranks, time_limit_s=280)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_schedule_in_every_product_of_axes_is_the_same_training(layout, lone):
     micro = 8 if layout.startswith("pp4") else 4
-    num_ranks = Layout.parse(layout).num_ranks
-    few = {2: SCHEDULES, 4: SCHEDULES[1::2]}.get(num_ranks, SCHEDULES[1:2])
+    few = SCHEDULES
+    if "SHOAL_PROOF" not in os.environ:  # `make proof` takes all of them everywhere
+        at, count = LAYOUTS.index(layout), {2: len(SCHEDULES), 4: 2}.get(Layout.parse(layout).num_ranks, 1)
+        few = [SCHEDULES[(at + 3 * turn) % len(SCHEDULES)] for turn in range(count)]
     layouts = [f"{layout}:micro={micro},{schedule}" for schedule in few if fits(f"{layout}:micro={micro},{schedule}")]
     assert len(layouts) == len(few)
     for rank in in_layouts(Deep, layouts):

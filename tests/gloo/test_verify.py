@@ -45,11 +45,16 @@ def test_a_planted_mistake_is_caught_and_explained(bench, mutant):
     assert trial.explained, trial.sentence
 
 
-# Each layout once; the self-test goes through some of them with a second seed.
-ONCE = {(job, layout): (job, layout, seed) for job, layout, seed in HEALTHY}
+# Of the healthy runs of the self-test those that differ most.
+LEFT_ALONE = {
+    "words": ("dp2.tp2", "fsdp2.tp2", "fsdp3", "dp2:zero=1", "lone:micro=3", "pp2:micro=5,schedule=zbv", "pp2.tp2"),
+    "pixels": ("dp4", "tp2", "pp2"),
+}
 
 
-@pytest.mark.parametrize(("job", "layout", "seed"), ONCE.values())
+@pytest.mark.parametrize(
+    ("job", "layout", "seed"), [run for run in dict.fromkeys(HEALTHY) if run[1] in LEFT_ALONE[run[0]] and run[2] != 1]
+)
 def test_a_healthy_run_raises_no_alarm(bench, job, layout, seed):
     trial = bench.leave_alone(job, layout, seed)
     assert trial.passed, trial.sentence
