@@ -18,7 +18,7 @@ from shoal.errors import LayoutError
 from shoal.job import Job, Params, Sum, mean_loss
 from shoal.parallel.recipe import Recipes
 
-KINDS = ("gpt, tied weights", "CNN with BatchNorm", "encoder-decoder (nn.Transformer)", "Llama (transformers)")
+KINDS = ("gpt, tied weights", "CNN with BatchNorm", "encoder-decoder (nn.Transformer)")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -91,8 +91,21 @@ class Replica:
             self._seen_output = True
             check_output(output)
             with _native_silence():
-                return self._ddp._post_forward(output)  # type: ignore[no-untyped-call]
-        return self._ddp._post_forward(output)  # type: ignore[no-untyped-call]
+                return self._prepared(self._ddp, output)
+        return self._prepared(self._ddp, output)
+
+    @staticmethod
+    def _prepared(ddp: DistributedDataParallel, output: Any) -> Any:
+        """As DDP does after a forward; without its copy of an output that is one tensor, which is used or nothing is.
+
+        Of several outputs some may be unused, and DDP's own node tells their gradients from zeros.
+        """
+        if not isinstance(output, Tensor):
+            return ddp._post_forward(output)  # type: ignore[no-untyped-call]
+        ddp.require_forward_param_sync = ddp.require_backward_grad_sync
+        if ddp.require_backward_grad_sync:
+            ddp.reducer.prepare_for_backward([output])
+        return output
 
     def _trains(self) -> bool:
         # Evaluation, and a look at gradients on one rank alone, must never wait for the others.
