@@ -30,6 +30,7 @@ import torch._dynamo
 import torch.distributed as dist
 from zoo import TiedGPT
 
+from shoal.job import Job
 from shoal.run import assemble
 from shoal.world import World
 
@@ -84,11 +85,16 @@ def run_processes(fn: Callable[[int, int, str], T], num_ranks: int, *, time_limi
 def _warm_up() -> None:
     """A step in fake worlds: what torch works out at its first step is worked out here, and not in every rank."""
     for layout in ("fsdp2", "tp2", "pp2:micro=2"):
-        with World.open(layout, kind="fake") as world:
-            run = assemble(TiedGPT(width=16, heads=2, depth=2, steps=1), world, quiet=True)
-            for step in run.steps():
-                step()
-            run.close()
+        rehearse(TiedGPT(width=16, heads=2, depth=2, steps=1), layout)
+
+
+def rehearse(job: Job, layout: str) -> None:
+    """One step as rank 0 of a fake world: what ranks work out by shapes alone they find worked out."""
+    with World.open(layout, kind="fake") as world:
+        run = assemble(job, world, quiet=True)
+        next(run.steps())()
+        run.evaluate()
+        run.close()
 
 
 def _be_rank(fn: Callable[..., Any], rank: int, size: int, folder: Path, time_limit_s: float) -> None:
