@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from trainings import Record, assert_same_training, record, walk
 from zoo import ZOO, Convolutions, Images, Text, TiedGPT
@@ -355,9 +356,129 @@ class InPlace(Skips):
         return model
 
 
+class Chain(nn.Module):
+    """Blocks and a head, and what a forward does between them as `between` says."""
+
+    def __init__(self, block, between, width: int = 8) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(32, width), nn.Linear(width, 32)
+        self.blocks = nn.ModuleList(block(width) for _ in range(4))
+        self.between = between
+
+    def forward(self, tokens):
+        return self.head(self.between(self, self.token(tokens)))
+
+
+class Residual(nn.Linear):
+    def forward(self, x):
+        return x + torch.tanh(super().forward(x))
+
+
+class Counting(Residual):
+    """Gives a number that only those with its numbers know."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, out.detach().abs().max().item()
+
+
+class Keeping(Residual):
+    """Keeps a loss of its own, as experts do."""
+
+    def forward(self, x):
+        self.own = self.weight.square().mean()
+        return super().forward(x)
+
+
+def by_numbers(model, x):
+    for block in model.blocks:
+        x, largest = block(x)
+        x = x * largest
+    return x
+
+
+def by_attributes(model, x):
+    for block in model.blocks:
+        x = block(x)
+    return x + sum(block.own for block in model.blocks)
+
+
+def by_checkpoints(model, x):
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def with_hooks(model, x):
+    for block in model.blocks:
+        x = block(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+    if torch.is_grad_enabled():
+        x.register_hook(lambda grad: grad * 3)
+    return x
+
+
+def in_place(model, x):
+    keep = x = model.blocks[0](x)
+    y = model.blocks[2](model.blocks[1](x * 1))
+    x += y
+    return model.blocks[3](x) + keep
+
+
+class Positions(nn.Module):
+    """Gives the parameter itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(0, 1, width))
+
+    def forward(self):
+        return self.table
+
+
+class Positioned(Residual):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.positions = Positions(width)
+
+
+def with_a_parameter_of_a_module(model, x):
+    for block in model.blocks:
+        x = block(x) + block.positions()
+    return x
+
+
+def chained(kind, between):
+    @dataclass(frozen=True, kw_only=True)
+    class Chained(Text):
+        def model(self):
+            return Chain(kind, between)
+
+    return Chained
+
+
+def residual(kind=Residual):
+    return lambda width: kind(width, width)
+
+
+@pytest.mark.parametrize(
+    ("kind", "between"),
+    [(residual(), with_hooks), (residual(), in_place), (Positioned, with_a_parameter_of_a_module)],
+    ids=["hooks", "in place", "a parameter"],
+)
+@pytest.mark.parametrize("layout", ["pp2:micro=2", "pp4:micro=4"])
+def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layout):
+    job = chained(kind, between)
+    assert_same_training(record(job, layout), record(job)[0])
+
+
 @pytest.mark.parametrize(
     ("job", "layout", "error", "reason"),
     [
+        (chained(residual(Counting), by_numbers), "pp2:micro=2", JobError, "gives a number of its own"),
+        (chained(residual(Keeping), by_attributes), "pp2:micro=2", LayoutError, "keeps a tensor that it has made"),
+        (chained(residual(), by_checkpoints), "pp2:micro=2", LayoutError, "recompute=block"),
         (Shared, "pp3:micro=3", LayoutError, "3 stages need 3 parts that run one after the other"),
         (Deciding, "pp2:micro=2", LayoutError, "decides between its modules by numbers"),
         (InPlace, "pp2:micro=2", LayoutError, "changes what it is given, in place"),

@@ -44,7 +44,7 @@ class Recorder:
     Args:
         folder: where metrics.jsonl goes; None writes none.
         log_every: steps between logged ones; by default 1 up to 50 steps, then 10.
-        tokens: the loss counts tokens, so that its count is a throughput of tokens.
+        tokens: of a sample, where samples are rows of token ids.
         quiet: say nothing at all (tests, benchmarks).
     """
 
@@ -55,7 +55,7 @@ class Recorder:
         *,
         folder: Path | None = None,
         log_every: int | None = None,
-        tokens: bool = False,
+        tokens: int | None = None,
         tensorboard: bool = False,
         quiet: bool = False,
         flops_scale: float = 1.0,
@@ -74,6 +74,7 @@ class Recorder:
         self._peak: Peak | None = None
         self._probes = 0
         self._counted = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._samples = 0  # of all ranks, as long as `_counted`
         self._first: int | None = None  # the first step of this process
         self.notes: list[str] = []  # everything that was said
         self._early: list[str] = []  # what is said before the display exists
@@ -119,6 +120,7 @@ class Recorder:
     def log(self, result: StepResult) -> None:
         """Take a step's result; read, reduce, write and show it where it is due."""
         self._counted += result.count
+        self._samples += result.num_samples
         first = self._first is None
         self._first = result.step if self._first is None else self._first
         ends = result.step >= self._job.steps or result.stop
@@ -151,8 +153,11 @@ class Recorder:
         values = combine(named, [mesh.data_rank(rank) for rank in range(len(rows))])
         flops_per_sample = (values.pop("perf/model_flops") or 0.0) / max(self._num_global, 1)
         counted, self._counted = float(self._counted), torch.zeros_like(self._counted)
-        if self._tokens:
-            values["perf/tokens_per_s"] = interval.per_second(counted)
+        samples, self._samples = self._samples, 0
+        if self._tokens is not None:
+            # A loss over tokens counts those that it learned from; one over whole samples counts samples.
+            tokens = samples * self._tokens if counted == samples else counted
+            values["perf/tokens_per_s"] = interval.per_second(tokens)
         values["perf/model_flops_per_s"] = rate = flops_per_sample * (values["perf/samples_per_s"] or 0.0)
         peak = self._peak.flops if self._peak else None
         values["perf/mfu"] = mfu(rate, 1.0, self._world.size, peak)

@@ -94,7 +94,7 @@ def assemble(
             world,
             folder=None if run_folder is None else run_folder.path,
             log_every=log_every,
-            tokens=data.tokens is not None,
+            tokens=data.tokens,
             tensorboard=tensorboard,
             quiet=quiet,
             flops_scale=flops_scale,
@@ -332,7 +332,8 @@ def _build_optimizer(job: Job, model: nn.Module, world: World) -> tuple[torch.op
         raise JobError(f"{type(job).__name__}.model() has no trainable parameter: nothing would be trained.")
     optimizer = job.optimizer(params)
     check_optimizer(optimizer, model)
-    if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
             f"{type(optimizer).__name__} wants to compute the loss several times in one step (a closure), and a step "
             "here computes it once. Take another optimizer, or write the loop yourself (docs/jobs.md)."

@@ -35,4 +35,6 @@ def picture_schedule(pipeline: Pipeline, world: World, folder: Path | None) -> s
         (folder / NAME).write_text(draw({"predicted": predicted, "measured": measured}), encoding="utf-8")
     where = f": {folder / NAME}" if folder is not None else ""
     shares = (bubble(spans, world.layout.pp) for spans in (predicted, measured))
-    return "bubble  {:.0%} by the schedule, {:.0%} measured in one step".format(*shares) + where
+    equal = bubble(timetable(world.layout, lambda kind, stage: 2.0 if kind == "B" else 1.0), world.layout.pp)
+    text = "bubble  {:.0%} with the times of these stages, {:.0%} measured in step 3, {:.0%} were all stages equal"
+    return text.format(*shares, equal) + where

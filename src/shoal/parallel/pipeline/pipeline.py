@@ -303,9 +303,10 @@ class Pipeline:
             return walk.leaves()  # nothing of it runs for this micro-batch; it passes on
         try:
             with self._around(), self._view.walking(walk):
-                return self._model(*chunk.args, **chunk.kwargs)
+                output = self._model(*chunk.args, **chunk.kwargs)
         except Finished:
             return walk.leaves()
+        return output if stage == self._num_stages - 1 else walk.leaves()
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The model's own forward: as a walk sees it, or, without one, over all stages."""

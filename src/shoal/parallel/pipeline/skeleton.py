@@ -14,7 +14,7 @@ from shoal.dry import dry_mode
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.program import Program
 from shoal.parallel.pipeline.survey import Survey
-from shoal.parallel.pipeline.walk import View
+from shoal.parallel.pipeline.walk import NO_NUMBERS, View
 from shoal.world import World
 
 
@@ -87,8 +87,15 @@ class Skeleton:
 
     def _survey(self, args: Any, kwargs: Any) -> Program:
         survey = Survey(self._mode, self._names)
-        with _unchanged(self.model), self._view.walking(survey), survey:
-            output = self.model(*args, **kwargs)
+        try:
+            with _unchanged(self.model), self._view.walking(survey), survey:
+                output = self.model(*args, **kwargs)
+        except NO_NUMBERS as error:
+            raise LayoutError(
+                f"{self._world.layout}: the model's own forward asks for numbers where a pipeline has shapes alone "
+                f"({error}). If it calls torch.utils.checkpoint, leave that to the layout (recompute=block); else do "
+                "what asks for them inside of a module."
+            ) from error
         return survey.end(output)
 
 

@@ -1,24 +1,23 @@
 """A forward on shapes alone, written down as a program."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map, tree_map_only
 
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.program import Call, Meta, Program
 from shoal.parallel.pipeline.walk import (
+    NO_NUMBERS,
+    SIDE,
     Walk,
     leaves_in,
     made_by,
@@ -29,8 +28,6 @@ from shoal.parallel.pipeline.walk import (
     uses_of,
     versions_of,
 )
-
-_NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Survey(Walk):
@@ -49,11 +46,12 @@ class Survey(Walk):
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run it, and note what it used and made."""
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        _check_sides(tensors, name_of(func))
         versions = versions_of(tensors)
         uses = uses_of(tensors)
         try:
             out = func(*args, **kwargs)
-        except _NO_NUMBERS as error:
+        except NO_NUMBERS as error:
             raise LayoutError(
                 f"the model's own forward decides between its modules by numbers that parameters have made "
                 f"({name_of(func)}), and only one stage of a pipeline has them. Do it inside of a module."
@@ -74,8 +72,11 @@ class Survey(Walk):
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Run it on shapes, and note the same."""
+        _check_no_checkpoint(name)
         tensors = tensors_in((args, kwargs))
+        _check_sides(tensors, name)
         uses = uses_of(tensors)
+        kept_before = {id(tensor) for tensor in _attributes(module)}
         with _pop_mode_temporarily():  # out of sight of the walk
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
             given = tensors_in((args, kwargs))
@@ -85,7 +86,7 @@ class Survey(Walk):
                 try:
                     with self._mode:
                         out = run_atom(module, args, kwargs)
-                except _NO_NUMBERS:  # it decides by numbers: an expert that gets no token
+                except NO_NUMBERS:  # it decides by numbers: an expert that gets no token
                     out = self._run_on_zeros(module, *kept)
             is_changed = versions_of(given) != versions
         if is_changed:
@@ -93,6 +94,10 @@ class Survey(Walk):
                 f"{name} changes what it is given, in place; a pipeline has sent that on as it was. Let it make a new "
                 "tensor, as x = x + y does."
             )
+        returned = {id(tensor) for tensor in (*tensors_in(out), *tensors)}
+        for tensor in _attributes(module):
+            if id(tensor) not in kept_before | returned:
+                tensor.__dict__[SIDE] = name
         self.program.outputs[self.place] = out
         self._note(name, name, uses, made_by(out, []), touched.names)
         return out
@@ -112,6 +117,7 @@ class Survey(Walk):
 
     def end(self, output: Any) -> Program:
         """The program, given what the model has returned."""
+        _check_sides(tensors_in(output), "the end")
         self.program.returns, self.program.result = uses_of(tensors_in(output)), output
         return self.program
 
@@ -126,6 +132,39 @@ class Survey(Walk):
             makes = self._number(made)
             self.program.calls.append(Call(atom, name, uses, makes, frozenset(params)))
             self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
+
+
+def _check_no_checkpoint(name: str) -> None:
+    """What runs again in a backward runs without a walk, on the shapes of what another stage has."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise LayoutError(
+                f"the model's own forward calls {name} through torch.utils.checkpoint, which would run it again where "
+                "a pipeline has no values for it. Leave that to the layout: recompute=block."
+            )
+        frame = frame.f_back
+
+
+def _attributes(module: nn.Module) -> list[Tensor]:
+    """The tensors that it, or a module in it, keeps as plain attributes or in lists and dicts that are."""
+    held = (value for inner in module.modules() for key, value in inner.__dict__.items() if key[:1] != "_")
+    return [leaf for value in held for leaf in _inside(value) if isinstance(leaf, Tensor)]
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _check_sides(tensors: list[Tensor], reader: str) -> None:
+    for tensor in tensors:
+        if (atom := tensor.__dict__.get(SIDE)) is not None:
+            raise LayoutError(
+                f"{atom} keeps a tensor that it has made as an attribute, and the model's own forward reads it there "
+                f"(in {reader}): in a pipeline only one stage has it. Let {atom} return it beside its output."
+            )
 
 
 def _copied_object(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ of the model is kept: what the model decides in Python it decides anew in each f
 """
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import JobError
 from shoal.parallel.pipeline.program import Cut, Program
@@ -27,8 +29,12 @@ from shoal.parallel.swap import become
 _NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
 _ELSEWHERE = "_shoal_elsewhere"  # of a tensor: it is a shape, and its numbers are in another stage
 _WALK = "_shoal_walk"  # of an atom: where its walk is found, and its name
+SIDE = "_shoal_side"  # of a tensor: the atom that keeps it as an attribute
+_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # a property of C
+_NUMBERS = (int, float, bool, str)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-_NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -73,7 +79,8 @@ class Walk(TorchFunctionMode):
 
 
 def _is_followed(leaf: Any) -> bool:
-    return isinstance(leaf, nn.Parameter) or _NUMBER in getattr(leaf, "__dict__", ())
+    known = getattr(leaf, "__dict__", ())
+    return isinstance(leaf, nn.Parameter) or _NUMBER in known or SIDE in known
 
 
 def leaves_in(args: Any, kwargs: Any) -> list[Any]:
@@ -119,13 +126,13 @@ def made_by(out: Any, changed: list[Tensor]) -> list[Tensor]:
 
 
 def run_atom(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The atom itself, with its hooks. An output that is an input becomes a view of it.
+    """The atom itself, with its hooks. An output that is an input, or a parameter, becomes a view of it.
 
     So a value has one number in the eyes of every stage.
     """
     given = {id(leaf) for leaf in leaves_in(args, kwargs)}
     out = nn.Module.__call__(module, *args, **kwargs)
-    return mapped(lambda t: t.view_as(t) if id(t) in given else t, out)
+    return mapped(lambda t: t.view_as(t) if id(t) in given or isinstance(t, nn.Parameter) else t, out)
 
 
 def uses_of(tensors: list[Tensor]) -> tuple[int, ...]:
@@ -161,9 +168,18 @@ class StageWalk(Walk):
         self._likenesses = likenesses
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
+        self._received = set(received)
+        self._is_over = False  # all calls of this stage have run
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Here, on numbers; or as a shape."""
+        if self._is_over and self._is_next(func):
+            raise Finished
+        if args and isinstance(args[0], Tensor) and _ELSEWHERE in args[0].__dict__:
+            if func in _HOOKS:  # where its numbers are, it is called
+                return RemovableHandle(OrderedDict())
+            if func == _REQUIRES_GRAD:
+                return self._program.values[args[0].__dict__[_NUMBER]].requires_grad
         originals = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         uses = uses_of(originals)
         if uses:
@@ -175,6 +191,8 @@ class StageWalk(Walk):
             is_here = self._cut.homes[self.place] == self._stage
         if not is_here and self._is_next(func):
             return self._passed_over(name_of(func))
+        if is_here and self._received and _writes(func, kwargs):
+            self._own(uses)
         convert = self._resolved if is_here else self._as_shapes
         args, kwargs = convert(args), convert(kwargs)
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
@@ -193,6 +211,8 @@ class StageWalk(Walk):
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Here, or the shapes of what it gives."""
+        if self._is_over:
+            raise Finished
         self._check_path(name)
         with _pop_mode_temporarily():  # out of sight of this walk
             if self._cut.homes[self.place] != self._stage:
@@ -200,6 +220,7 @@ class StageWalk(Walk):
             with self._around():
                 out = run_atom(module, self._resolved(args), self._resolved(kwargs))
         self._check_numbers(name, out)
+        self._check_plain(name, out)
         self._made(name, made_by(out, []), True)
         return out
 
@@ -243,8 +264,7 @@ class StageWalk(Walk):
         else:
             for tensor in made:
                 tensor.__dict__[_ELSEWHERE] = True
-        if place == self._cut.last[self._stage] and self._stage < self._cut.num_stages - 1:
-            raise Finished
+        self._is_over = place == self._cut.last[self._stage] and self._stage < self._cut.num_stages - 1
 
     def _check_path(self, name: str, num_made: int | None = None) -> None:
         """The calls are those of the program."""
@@ -265,6 +285,25 @@ class StageWalk(Walk):
                 "of its own class). Pass tensors as arguments, in tuples, lists or dicts."
             )
 
+    def _check_plain(self, name: str, out: Any) -> None:
+        """What is no tensor other stages know from the survey alone."""
+        if isinstance(out, Tensor) or self._stage == self._cut.num_stages - 1:
+            return
+        known = tree_leaves(self._program.outputs[self.place])
+        for ours, theirs in zip(tree_leaves(out), known, strict=False):
+            if type(ours) in _NUMBERS and repr(ours) != repr(theirs):
+                raise JobError(
+                    f"{name} gives a number of its own, {ours}, that other stages of the pipeline cannot know (on "
+                    f"shapes alone it gave {theirs}). Let it give a tensor, or use the number inside of {name}."
+                )
+
+    def _own(self, uses: tuple[int, ...]) -> None:
+        """What was received is a leaf of the graph here, which nothing may write; so is no copy of it."""
+        for number in self._received.intersection(uses):
+            if self._held[number].requires_grad:
+                self._held[number] = self._held[number].clone()
+            self._received.discard(number)
+
     def _resolved(self, tree: Any) -> Any:
         """With numbers for shapes."""
         return mapped(self._resolve, tree)
@@ -282,6 +321,13 @@ def _like(tensor: Tensor) -> Tensor:
         return tensor.detach()
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(tensor.fake_mode, empty, tensor.device)
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function may change what it is given, by its name."""
+    name = str(getattr(func, "__name__", ""))
+    is_marked = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    return is_marked or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
 
 
 class Atom:
