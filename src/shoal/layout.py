@@ -262,15 +262,22 @@ def _parse_degrees(text: str) -> dict[str, Any]:
 def _parse_degree(part: str, text: str) -> tuple[str, int]:
     match = re.fullmatch(r"([^0-9=]*[^0-9=+-])(.*)", part)
     axis, digits = match.groups() if match else (part, "")
+    if re.search(r"[0-9][,;x+ ]+[a-z]", part):
+        raise LayoutError(f"{text!r}: axes are joined by dots. Write {re.sub('[,;x+ ]+', '.', text.strip())}.")
     if not part:
         raise LayoutError(f"{text!r} has an empty part between its dots. Write degrees such as fsdp4.tp2.")
     if axis == "lone":
         raise LayoutError(f"{text}: lone is one process and stands alone. Write lone, or only the degrees.")
     if axis not in AXES:
-        raise LayoutError(f"{text}: there is no axis {axis!r}.{nearest(axis.lower(), AXES)}")
+        raise LayoutError(f"{text}: there is no axis {axis!r}.{nearest(_swapped(axis.lower()), AXES)}")
     if not digits:
         raise LayoutError(f"{text}: the axis {axis} has no degree. Write {axis}2 for two.")
     return axis, _parse_count(digits, f"the degree of {axis}", text, least=1)
+
+
+def _swapped(axis: str) -> str:
+    """Two letters the other way round are one slip, and too far apart for a measure of likeness."""
+    return axis[::-1] if axis[::-1] in AXES else axis
 
 
 def _parse_options(text: str) -> dict[str, Any]:

@@ -369,6 +369,8 @@ def test_nothing_left_to_train_is_said_and_too_few_steps_are_refused(folder: Pat
     well(run("train mine.py --steps 3 --run here", folder))
     again = well(run("train mine.py --steps 3 --run here --resume auto", folder))
     assert "nothing left to train: all 3 steps are done" in again.out
+    elsewhere = well(run("train mine.py --steps 3 --resume here --run other", folder))
+    assert "nothing left to train" in elsewhere.out
     fewer = run("train mine.py --steps 2 --run here --resume auto", folder)
     assert (fewer.code, "is of step 3, and 2 steps are asked for" in fewer.err) == (2, True)
     first = well(run("train mine.py --steps 3 --run new --resume auto", folder))

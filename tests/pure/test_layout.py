@@ -377,3 +377,12 @@ def test_a_schedule_is_refused_exactly_where_torch_refuses_it(schedule: str, tor
 
     grid = [(pp, micro) for pp in (2, 3) for micro in range(1, 8)]
     assert [shoal_accepts(*point) for point in grid] == [torch_accepts(*point) for point in grid]
+
+
+@pytest.mark.parametrize(
+    ("slip", "hint"),
+    [("pd2", "Did you mean 'dp'"), ("dp2,tp2", "Write dp2.tp2"), ("dp2xtp2", "Write dp2.tp2"), ("fdsp2", "'fsdp'")],
+)
+def test_slips_are_told_the_layout_that_was_meant(slip, hint):
+    with pytest.raises(LayoutError, match=hint):
+        Layout.parse(slip)

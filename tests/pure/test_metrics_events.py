@@ -7,7 +7,7 @@ import types
 import pytest
 
 from shoal.metrics import events
-from shoal.metrics.events import EventWriter, MetricsError, read_events
+from shoal.metrics.events import EventWriter, MetricsError, read_events, set_aside
 
 
 @pytest.fixture
@@ -162,3 +162,13 @@ def test_tensorboard_gets_the_same_figures_and_drops_the_steps_after_a_resume(pa
     writer.write(4, {"train/loss": 1.0, "perf/mfu": None})
     writer.close()
     assert calls == [(str(path.parent / "tensorboard"), 4), ("train/loss", 1.0, 4), "closed"]
+
+
+def test_events_of_an_earlier_run_make_place_and_none_is_lost(path):
+    assert set_aside(path) is None
+    for count in (1, 2):
+        write_steps(path, range(1, count + 1))
+        place = set_aside(path)
+        assert place == path.with_name(f"metrics-{count}.jsonl")
+        assert len(steps_in(place)) == count
+    assert not path.exists()

@@ -91,6 +91,16 @@ class EventWriter:
             self._board.close()
 
 
+def set_aside(path: Path) -> Path | None:
+    """The events of an earlier run, which saved no checkpoint to go on from, make place; returns where they went."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    number = 1
+    while (place := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(place)
+
+
 def read_events(path: Path) -> list[Event]:
     """The events by step, lines of one step merged; a half-written last line, as a kill leaves it, is dropped.
 

@@ -15,7 +15,7 @@ from shoal.job import Job
 from shoal.metrics.clock import StepClock
 from shoal.metrics.curve import can_draw_braille, draw_curve
 from shoal.metrics.definitions import mfu
-from shoal.metrics.events import EventWriter, read_events
+from shoal.metrics.events import EventWriter, read_events, set_aside
 from shoal.metrics.flops import CONVENTION, FlopCount, count_flops
 from shoal.metrics.memory import peak_memory_gib
 from shoal.metrics.peak import Peak, device_peak
@@ -90,6 +90,8 @@ class Recorder:
     def start(self, step: int) -> None:
         """Begin at a step: 0, or that of the checkpoint; later lines of metrics.jsonl are cut."""
         if self._world.rank == 0 and self._folder is not None:
+            if step == 0 and (place := set_aside(self._folder / "metrics.jsonl")) is not None:
+                self.note(f"kept    the metrics of an earlier run in this folder: {place}")
             self._events = EventWriter(
                 self._folder / "metrics.jsonl", resume_step=step or None, tensorboard=self._tensorboard
             )
