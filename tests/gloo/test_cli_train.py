@@ -451,6 +451,15 @@ def test_a_job_that_is_refused_alone_leaves_no_folder(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize("layout", ["lone", "dp2"])
+def test_a_job_that_is_refused_in_its_first_step_leaves_no_folder(layout: str, folder: Path) -> None:
+    text = (folder / "mine.py").read_text()
+    (folder / "mine.py").write_text(text.replace('reduction="none"))', 'reduction="none")).value'))
+    done = run(f"train mine.py --layout {layout}", folder)
+    assert (done.code, "not a Sum(value, count)" in done.err) == (2, True)
+    assert not (folder / "runs").exists()
+
+
 @pytest.mark.parametrize("run_folder", ["mine.py", "mine.py/deeper", "/proc/nowhere"])
 def test_a_run_folder_that_cannot_be_made_is_a_mistake(run_folder: str, folder: Path) -> None:
     for layout in ("lone", "dp2"):

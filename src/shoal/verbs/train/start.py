@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import CheckpointError, LaunchError, WorldError
+from shoal.errors import CheckpointError, LaunchError, ShoalError, WorldError
 from shoal.folder import missing, new_folder, newest_folder
 from shoal.layout import Layout, check_world
 from shoal.settings import Settings, TrainSettings, resolve, with_preset
@@ -21,6 +22,7 @@ from shoal.world import Place, before_torch
 if TYPE_CHECKING:
     from shoal.job import Job
 
+MISTAKE = 2  # of the user's: the message says what to do
 STOPPED = 143  # 128 + SIGTERM: ended on request, with a checkpoint of the last step
 INTERRUPTED = 130  # Ctrl-C
 
@@ -83,9 +85,12 @@ def command(
         origin={**settings.origin, "layout": origin},
     )
     _check_resume(settings.values)
-    with _run_folder(job, settings.values) as choose_folder:
+    run_folder, is_refused = _RunFolder(job, settings.values), False
+    try:
         if not joins and layout.num_ranks > 1:
-            return _start(job, settings, choose_folder, quiet=quiet, fresh=fresh)
+            done = _start(job, settings, run_folder.choose, quiet=quiet, fresh=fresh)
+            is_refused = done.exit_code == MISTAKE
+            return done
         with _ended_by_sigterm():
             from shoal.launch.warm import import_needed
 
@@ -93,8 +98,13 @@ def command(
             from shoal.verbs.train.rank import build, train_here
 
             built = build(job, settings.values)
-        code, folder = train_here(place, built, settings, choose_folder, quiet=quiet)
+        code, folder = train_here(place, built, settings, run_folder.choose, quiet=quiet)
         return _done(code, folder, speaks=place.rank == 0)
+    except ShoalError:
+        is_refused = True
+        raise
+    finally:
+        run_folder.leave(is_refused=is_refused)
 
 
 def _start(
@@ -214,22 +224,32 @@ def _name(job: "Job | str") -> str:
     return name.lower() or Path(place).stem
 
 
-@contextlib.contextmanager
-def _run_folder(job: "Job | str", values: TrainSettings) -> Iterator[Callable[[], Path]]:
-    """How the run's folder is chosen; what was made for it and is still empty at the end goes again."""
-    made: list[Path] = []
+class _RunFolder:
+    """How the run's folder is chosen; what was made for it goes again where it holds nothing that is worth a name."""
 
-    def choose() -> Path:
-        path, new = _choose_folder(job, values)
-        made.extend([path / "logs", *new] if new else [])
-        return path
+    def __init__(self, job: "Job | str", values: TrainSettings) -> None:
+        self._job, self._values = job, values
+        self._path: Path | None = None
+        self._made: list[Path] = []
 
-    try:
-        yield choose
-    finally:
-        for folder in made:
+    def choose(self) -> Path:
+        """Make it, or find it."""
+        self._path, new = _choose_folder(self._job, self._values)
+        self._made = [self._path / "logs", *new] if new else []
+        return self._path
+
+    def leave(self, *, is_refused: bool) -> None:
+        """At the end; of a run that was refused before it logged a step, its notes go too."""
+        if is_refused and self._path in self._made and not _holds_steps(self._path):
+            shutil.rmtree(self._path, ignore_errors=True)
+        for folder in self._made:
             with contextlib.suppress(OSError):  # something is in it, or it is gone
                 folder.rmdir()
+
+
+def _holds_steps(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any(folder.glob("checkpoints/step_*"))
 
 
 def _choose_folder(job: "Job | str", values: TrainSettings) -> tuple[Path, list[Path]]:
