@@ -390,6 +390,24 @@ class Keeping(Residual):
         return super().forward(x)
 
 
+class Moving(Residual):
+    """Moves a state of its own, as spectral norm does: with micro-batches once for each."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x) / self.calls
+
+
+def in_order(model, x):
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
 def by_numbers(model, x):
     for block in model.blocks:
         x, largest = block(x)
@@ -479,6 +497,7 @@ def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layou
         (chained(residual(Counting), by_numbers), "pp2:micro=2", JobError, "gives a number of its own"),
         (chained(residual(Keeping), by_attributes), "pp2:micro=2", LayoutError, "keeps a tensor that it has made"),
         (chained(residual(), by_checkpoints), "pp2:micro=2", LayoutError, "recompute=block"),
+        (chained(residual(Moving), in_order), "pp2:micro=2", JobError, "changes the buffer blocks.*calls, once for"),
         (Shared, "pp3:micro=3", LayoutError, "3 stages need 3 parts that run one after the other"),
         (Deciding, "pp2:micro=2", LayoutError, "decides between its modules by numbers"),
         (InPlace, "pp2:micro=2", LayoutError, "changes what it is given, in place"),

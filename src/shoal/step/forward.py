@@ -1,7 +1,7 @@
 """The model applied to a batch as the job says: inputs, precision, loss, micro-batches."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,21 +72,29 @@ class Forward:
         *,
         has_backward: bool,
         seed: Callable[[int, int], None] | None = None,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         """The same in a pipeline, for all micro-batches of a rank; collective.
 
         Args:
             on_output: called in the last stage with the number of the micro-batch and what `__call__` returns; gives
                 what backward begins with.
+            around: put around every forward of a stage.
         """
         pipeline = placement_of(self._model).pipeline
         assert pipeline is not None, "the layout has an axis pp"
         batches = [on_device(part, self._job, self._world) for part in parts]
+
+        @contextlib.contextmanager
+        def around_both() -> Iterator[None]:
+            with self.autocast(), around():
+                yield
+
         pipeline.run(
             [call_of(self._job, batch) for batch in batches],
             lambda output, number: on_output(number, output, batches[number], self.loss(output, batches[number])),
             has_backward=has_backward,
-            around=self.autocast,
+            around=around_both,
             **({} if seed is None else {"seed": seed}),
         )
 

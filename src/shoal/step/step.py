@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,8 +160,13 @@ class Step:
             return self.scaler.scale(value) if self.scaler else value
 
         self._forward.through_stages(
-            [part for part, _ in parts], on_output, has_backward=True, seed=functools.partial(self._seed_stage, batch)
+            [part for part, _ in parts],
+            on_output,
+            has_backward=True,
+            seed=functools.partial(self._seed_stage, batch),
+            around=self._same_buffers,
         )
+        self._checked = True  # in the stages that have no output too
 
     def _seed_stage(self, batch: RankBatch, number: int, stage: int) -> None:
         """The random stream of a micro-batch: one for what all stages compute, one for each stage's own."""
@@ -175,7 +180,17 @@ class Step:
             return
         inside = tuple(f"{name}." for name in self._placement.local_norms)
         before = {n: b.clone() for n, b in self._model.named_buffers() if not n.startswith(inside)}
-        yield
+        has_failed = False
+        try:
+            yield
+        except Exception:
+            has_failed = True
+            raise
+        finally:  # also where a stage of a pipeline has left the forward, its part done
+            if not has_failed:
+                self._compare_buffers(before)
+
+    def _compare_buffers(self, before: Mapping[str, Tensor]) -> None:
         for name, buffer in self._model.named_buffers():
             if name in before and not torch.equal(buffer, before[name]):
                 raise JobError(
