@@ -269,15 +269,11 @@ def _parse_degree(part: str, text: str) -> tuple[str, int]:
     if axis == "lone":
         raise LayoutError(f"{text}: lone is one process and stands alone. Write lone, or only the degrees.")
     if axis not in AXES:
-        raise LayoutError(f"{text}: there is no axis {axis!r}.{nearest(_swapped(axis.lower()), AXES)}")
+        close = axis[::-1] if axis[::-1] in AXES else axis.lower()  # pd is one slip, and far from dp for `nearest`
+        raise LayoutError(f"{text}: there is no axis {axis!r}.{nearest(close, AXES)}")
     if not digits:
         raise LayoutError(f"{text}: the axis {axis} has no degree. Write {axis}2 for two.")
     return axis, _parse_count(digits, f"the degree of {axis}", text, least=1)
-
-
-def _swapped(axis: str) -> str:
-    """Two letters the other way round are one slip, and too far apart for a measure of likeness."""
-    return axis[::-1] if axis[::-1] in AXES else axis
 
 
 def _parse_options(text: str) -> dict[str, Any]:
