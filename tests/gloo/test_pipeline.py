@@ -437,13 +437,6 @@ def with_hooks(model, x):
     return x
 
 
-def in_place(model, x):
-    keep = x = model.blocks[0](x)
-    y = model.blocks[2](model.blocks[1](x * 1))
-    x += y
-    return model.blocks[3](x) + keep
-
-
 class Positions(nn.Module):
     """Gives the parameter itself."""
 
@@ -482,8 +475,8 @@ def residual(kind=Residual):
 
 @pytest.mark.parametrize(
     ("kind", "between"),
-    [(residual(), with_hooks), (residual(), in_place), (Positioned, with_a_parameter_of_a_module)],
-    ids=["hooks", "in place", "a parameter"],
+    [(residual(), with_hooks), (Positioned, with_a_parameter_of_a_module)],
+    ids=["hooks", "a parameter"],
 )
 @pytest.mark.parametrize("layout", ["pp2:micro=2", "pp4:micro=4"])
 def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layout):

@@ -168,7 +168,6 @@ class StageWalk(Walk):
         self._likenesses = likenesses
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
-        self._received = set(received)
         self._is_over = False  # all calls of this stage have run
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -191,16 +190,21 @@ class StageWalk(Walk):
             is_here = self._cut.homes[self.place] == self._stage
         if not is_here and self._is_next(func):
             return self._passed_over(name_of(func))
-        if is_here and self._received and _writes(func, kwargs):
-            self._own(uses)
         convert = self._resolved if is_here else self._as_shapes
         args, kwargs = convert(args), convert(kwargs)
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         versions = versions_of(tensors)
-        with contextlib.nullcontext() if is_here else torch.no_grad():
-            out = func(*args, **kwargs)
+        try:
+            with contextlib.nullcontext() if is_here else torch.no_grad():
+                out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "leaf Variable" not in str(error):
+                raise
+            raise _written(name_of(func), "comes from another stage") from error
         pairs = zip(tensors, originals, versions, versions_of(tensors), strict=True)
         changed = [(tensor, original) for tensor, original, before, now in pairs if before != now]
+        if is_here and any(number_of(original) in self._sent for _, original in changed):
+            raise _written(name_of(func), "a later stage needs as it was")
         made = made_by(out, [tensor for tensor, _ in changed])
         if made:
             self._made(name_of(func), made, is_here)
@@ -297,13 +301,6 @@ class StageWalk(Walk):
                     f"shapes alone it gave {theirs}). Let it give a tensor, or use the number inside of {name}."
                 )
 
-    def _own(self, uses: tuple[int, ...]) -> None:
-        """What was received is a leaf of the graph here, which nothing may write; so is no copy of it."""
-        for number in self._received.intersection(uses):
-            if self._held[number].requires_grad:
-                self._held[number] = self._held[number].clone()
-            self._received.discard(number)
-
     def _resolved(self, tree: Any) -> Any:
         """With numbers for shapes."""
         return mapped(self._resolve, tree)
@@ -323,11 +320,11 @@ def _like(tensor: Tensor) -> Tensor:
     return FakeTensor(tensor.fake_mode, empty, tensor.device)
 
 
-def _writes(func: Any, kwargs: Any) -> bool:
-    """Whether a function may change what it is given, by its name."""
-    name = str(getattr(func, "__name__", ""))
-    is_marked = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
-    return is_marked or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+def _written(name: str, why: str) -> JobError:
+    return JobError(
+        f"the model's own forward writes in place ({name}) into a value that {why}; in a pipeline each stage has a "
+        "copy of its own. Let it make a new tensor, as x = x + y does."
+    )
 
 
 class Atom:

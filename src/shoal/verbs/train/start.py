@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import shutil
@@ -240,7 +241,7 @@ class _RunFolder:
 
     def leave(self, *, is_refused: bool) -> None:
         """At the end; of a run that was refused before it logged a step, its notes go too."""
-        if is_refused and self._path in self._made and not _holds_steps(self._path):
+        if is_refused and self._path in self._made and not (_holds_steps(self._path) or _is_in_use(self._path)):
             shutil.rmtree(self._path, ignore_errors=True)
         for folder in self._made:
             with contextlib.suppress(OSError):  # something is in it, or it is gone
@@ -250,6 +251,18 @@ class _RunFolder:
 def _holds_steps(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or any(folder.glob("checkpoints/step_*"))
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Whether another process writes here: two runs may have been given one folder."""
+    try:
+        with (folder / "checkpoints" / ".lock").open("r+") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _choose_folder(job: "Job | str", values: TrainSettings) -> tuple[Path, list[Path]]:
