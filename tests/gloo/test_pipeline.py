@@ -346,14 +346,14 @@ class InPlace(Skips):
     """A block that changes what it is given."""
 
     def model(self):
-        class Adds(Crossing.Block):
-            def forward(self, pair, **options):
-                pair["x"].mul_(1.5)
-                return super().forward(pair, **options)
+        class Adds(Crossing):
+            class Block(Crossing.Block):
+                def forward(self, pair, **options):
+                    if pair["gates"]:
+                        pair["gates"][-1].mul_(1.5)
+                    return super().forward(pair, **options)
 
-        model = super().model()
-        model.blocks[1] = Adds(8)
-        return model
+        return Adds()
 
 
 class Chain(nn.Module):
@@ -460,6 +460,65 @@ def with_a_parameter_of_a_module(model, x):
     return x
 
 
+def writing(model, x):
+    for block in model.blocks:
+        y = block(x)
+        y += x
+        y[..., 0] = 0.5
+        shared = y[..., 3:5]
+        y.mul_(0.75)
+        x = F.relu_(y + shared.mean(-1, keepdim=True))
+    return x
+
+
+def writing_a_residual(model, x):
+    for block in model.blocks:
+        x += block(x.detach())
+    return x
+
+
+def writing_what_was_read(model, x):
+    first = model.blocks[0](x)
+    shared = first[..., 1:3]
+    for block in model.blocks[1:]:
+        x = block(first)
+    shared.mul_(0.75)
+    return first + x
+
+
+class Shifting(nn.Linear):
+    """Its backward needs no input."""
+
+    def forward(self, x):
+        return x + self.bias + self.weight.sum()
+
+
+class Clipped(Residual):
+    """Has a module that writes into its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.clip = nn.Hardtanh(inplace=True)
+
+
+def clipped(model, x):
+    for block in model.blocks:
+        x = block(x) * 1.5
+        block.clip(x)
+    return x
+
+
+class Writing(Residual):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def writing_in_a_mask(model, x):
+    for block in model.blocks:
+        x = x + block(torch.ones(x.shape, dtype=torch.float64))
+    return x
+
+
 def chained(kind, between):
     @dataclass(frozen=True, kw_only=True)
     class Chained(Text):
@@ -475,8 +534,13 @@ def residual(kind=Residual):
 
 @pytest.mark.parametrize(
     ("kind", "between"),
-    [(residual(), with_hooks), (Positioned, with_a_parameter_of_a_module)],
-    ids=["hooks", "a parameter"],
+    [
+        (residual(), with_hooks),
+        (Positioned, with_a_parameter_of_a_module),
+        (residual(), writing),
+        (Clipped, clipped),
+    ],
+    ids=["hooks", "a parameter", "writes", "writing modules"],
 )
 @pytest.mark.parametrize("layout", ["pp2:micro=2", "pp4:micro=4"])
 def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layout):
@@ -493,7 +557,17 @@ def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layou
         (chained(residual(Moving), in_order), "pp2:micro=2", JobError, "changes the buffer blocks.*calls, once for"),
         (Shared, "pp3:micro=3", LayoutError, "3 stages need 3 parts that run one after the other"),
         (Deciding, "pp2:micro=2", LayoutError, "decides between its modules by numbers"),
-        (InPlace, "pp2:micro=2", LayoutError, "changes what it is given, in place"),
+        (InPlace, "pp2:micro=2,split=1", LayoutError, "blocks.1 .in stage 1. writes in place into a value"),
+        (chained(residual(), writing_a_residual), "pp3:micro=3", LayoutError, "has 2 .* before it is written in"),
+        (
+            chained(residual(Shifting), writing_what_was_read),
+            "pp4:micro=4",
+            LayoutError,
+            "has 3 .* is written in place",
+        ),
+        (chained(residual(), writing_a_residual), "pp2:micro=2,split=2", LayoutError, "stage 0 has too, and"),
+        (chained(residual(Shifting), writing_what_was_read), "pp2:micro=2,split=1", LayoutError, "stage 1 has too"),
+        (chained(residual(Writing), writing_in_a_mask), "pp2:micro=2", LayoutError, "blocks.0 changes what it is"),
         (Convolutions, "pp2:micro=2", LayoutError, "would split the batch of the BatchNorm"),
         (Deep, "pp2:micro=2,split=9", LayoutError, "split names block 9, and the model has 4 blocks"),
     ],

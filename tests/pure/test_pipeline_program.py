@@ -101,3 +101,25 @@ def test_layers_that_tensor_parallelism_cuts_together_stay_together():
     assert balance(chain(4), costs, 2, [("a1", "a2")])["a1"] == balance(chain(4), costs, 2, [("a1", "a2")])["a2"]
     with pytest.raises(LayoutError, match="tensor parallelism cuts together"):
         balance(chain(4), costs, 4, [("a1", "a2")])
+
+
+def test_what_is_written_in_place_stays_in_the_stage_of_those_that_have_read_it():
+    """b reads a's value; then a function writes a view of it, as c does with d's."""
+    calls = [
+        Call("a", "a", (), (0,)),
+        Call("", "view", (0,), (1,)),
+        Call("b", "b", (0,), (2,)),
+        Call("", "mul_", (1,), (3,), writes=(0, 1)),
+        Call("c", "c", (2, 3), (4,)),
+        Call("", "relu_", (4,), (5,), writes=(4,)),
+        Call("d", "d", (5,), (6,)),
+    ]
+    program = Program(calls, [Meta((1,), None, True)] * 7, (6,))
+    assert program.writers() == {("b", "a")}
+    owner = balance(program, dict.fromkeys("abcd", 1.0), 3, [*program.writers()])
+    assert owner == {"a": 0, "b": 0, "c": 1, "d": 2}
+    assert Cut.of(program, owner, 3).homes == (0, 0, 0, 0, 1, 1, 2)
+    with pytest.raises(LayoutError, match=r"mul_ .in stage 0. writes in place into a value that stage 1 has too"):
+        Cut.of(program, {"a": 0, "b": 1, "c": 1, "d": 2}, 3)
+    with pytest.raises(LayoutError, match=r"this model has 3 .* before it is written in place"):
+        balance(program, dict.fromkeys("abcd", 1.0), 4, [*program.writers()])

@@ -167,7 +167,7 @@ class Pipeline:
         elif self._world.layout.split:
             owner = self._split_as_told(self._world.layout.split)
         else:
-            owner = balance(self._sample, work, self._num_stages, pairs)
+            owner = balance(self._sample, work, self._num_stages, [*pairs, *self._sample.writers()])
         stage = 0
         for atom in self.atoms:  # one that the sample did not call: where its neighbour is
             stage = owner.setdefault(atom, stage)

@@ -15,6 +15,11 @@ from typing import Any
 
 from shoal.errors import LayoutError
 
+_GLUED = (
+    " (layers that tensor parallelism cuts together stay together, and so do those that make or read a value before it "
+    "is written in place)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -25,6 +30,7 @@ class Call:
         name: of the function, for errors.
         uses, makes: the values that go in and come out.
         params: names of the parameters that take part.
+        writes: the values that it changes in place, and all that share memory with them.
     """
 
     atom: str
@@ -32,6 +38,7 @@ class Call:
     uses: tuple[int, ...]
     makes: tuple[int, ...]
     params: frozenset[str] = frozenset()
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,22 @@ class Program:
             spans[call.atom] = (spans.get(call.atom, (place, place))[0], place)
         return spans
 
+    def writers(self) -> set[tuple[str, str]]:
+        """Pairs of atoms: one that makes a value, or reads it, before the other writes into it, in place.
+
+        A function counts as the last atom that leads to it, with which it runs. In two stages each would have a copy.
+        """
+        lead: dict[int, tuple[int, str]] = {}  # by value: place and name of the last atom that leads to it
+        seen: dict[int, set[str]] = {}  # by value: the atoms that have made or read it so far
+        pairs = set()
+        for place, call in enumerate(self.calls):
+            _, atom = own = (place, call.atom) if call.atom else max((lead[v] for v in call.uses), default=(-1, ""))
+            pairs |= {(other, atom) for value in call.writes for other in seen[value]}
+            for value in (*call.uses, *call.makes):
+                seen.setdefault(value, set()).add(atom)
+            lead |= dict.fromkeys(call.makes, own)
+        return {(a, b) for a, b in pairs if a and b and a != b}
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -104,7 +127,7 @@ class Cut:
         """Where each call runs, given the stage of every atom.
 
         Raises:
-            LayoutError: an atom needs a value of a later stage.
+            LayoutError: an atom needs a value of a later stage, or a value is written where others have a copy.
         """
         homes: list[int | None] = []
         made_at: dict[int, int] = {value: place for place, call in enumerate(program.calls) for value in call.makes}
@@ -139,7 +162,21 @@ class Cut:
             max((place for place, home in enumerate(known) if home == stage), default=-1) for stage in range(num_stages)
         )
         made_in = tuple(known[made_at[value]] for value in range(len(program.values)))
+        _check_writes(program, known, made_in)
         return Cut(tuple(known), made_in, enters, last)
+
+
+def _check_writes(program: Program, homes: Sequence[int], made_in: Sequence[int]) -> None:
+    """What is written, one stage has alone until then: what is sent is what it is when that stage is over."""
+    last_read: dict[int, int] = {}  # by value: the last stage that has read it so far
+    for call, home in zip(program.calls, homes, strict=True):
+        far = {made_in[value] for value in call.writes} | {last_read.get(value, home) for value in call.writes}
+        if far - {home}:
+            raise LayoutError(
+                f"{call.name} (in stage {home}) writes in place into a value that stage {max(far - {home})} has too, "
+                "and in a pipeline each stage has a copy of its own. Let it make a new tensor, as x = x + y does."
+            )
+        last_read |= {value: max(home, last_read.get(value, home)) for value in call.uses}
 
 
 def holders(program: Program, cut: Cut, contents: Mapping[str, Sequence[str]]) -> dict[str, set[int]]:
@@ -176,8 +213,8 @@ def balance(
     if len(starts) < num_stages:
         raise LayoutError(
             f"{num_stages} stages need {num_stages} parts that run one after the other, and this model has "
-            f"{len(starts)}{' (layers that tensor parallelism cuts together stay together)' if glued else ''}. Take a "
-            f"pipeline of at most {len(starts)} stages, or another layout."
+            f"{len(starts)}{_GLUED if glued else ''}. Take a pipeline of at most {len(starts)} stages, or another "
+            "layout."
         )
     ends = [*starts[1:], len(order)]
     first = {atom: span[0] for atom, span in spans.items()}

@@ -42,6 +42,7 @@ class Survey(Walk):
         super().__init__()
         self.program = Program()
         self._mode, self._names = mode, names
+        self._in_memory: dict[int, list[tuple[int, Tensor]]] = {}  # by storage, which their tensors keep alive: values
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run it, and note what it used and made."""
@@ -65,7 +66,7 @@ class Survey(Walk):
                 "torch.stack, or do it inside of a module."
             )
         place, made = self.place, made_by(out, changed)
-        self._note("", name_of(func), uses, made, self._params(tensors))
+        self._note("", name_of(func), uses, made, self._params(tensors), self._sharers(changed))
         if made and not changed and not {id(t) for t in made} & {id(t) for t in tensors}:
             self.program.outputs[place] = out
         return out
@@ -88,18 +89,19 @@ class Survey(Walk):
                         out = run_atom(module, args, kwargs)
                 except NO_NUMBERS:  # it decides by numbers: an expert that gets no token
                     out = self._run_on_zeros(module, *kept)
-            is_changed = versions_of(given) != versions
-        if is_changed:
+            written = zip(tensors, versions, versions_of(given), strict=True)
+            changed = [tensor for tensor, before, now in written if before != now]
+        if any(number_of(tensor) is None for tensor in changed):
             raise LayoutError(
-                f"{name} changes what it is given, in place; a pipeline has sent that on as it was. Let it make a new "
-                "tensor, as x = x + y does."
+                f"{name} changes what it is given, in place, and what each stage of a pipeline has made for itself. "
+                "Let it make a new tensor, as x = x + y does."
             )
         returned = {id(tensor) for tensor in (*tensors_in(out), *tensors)}
         for tensor in _attributes(module):
             if id(tensor) not in kept_before | returned:
                 tensor.__dict__[SIDE] = name
         self.program.outputs[self.place] = out
-        self._note(name, name, uses, made_by(out, []), touched.names)
+        self._note(name, name, uses, made_by(out, []), touched.names, self._sharers(changed))
         return out
 
     def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -127,11 +129,31 @@ class Survey(Walk):
     def _params(self, tensors: list[Tensor]) -> set[str]:
         return {self._names[id(t)] for t in tensors if id(t) in self._names}
 
-    def _note(self, atom: str, name: str, uses: tuple[int, ...], made: list[Tensor], params: set[str]) -> None:
+    def _sharers(self, tensors: list[Tensor]) -> tuple[int, ...]:
+        """The values that share memory with these."""
+        found = [number for tensor in tensors for number, _ in self._in_memory.get(_memory(tensor), ())]
+        return tuple(dict.fromkeys(found))
+
+    def _note(
+        self,
+        atom: str,
+        name: str,
+        uses: tuple[int, ...],
+        made: list[Tensor],
+        params: set[str],
+        writes: tuple[int, ...] = (),
+    ) -> None:
         if made or atom:
             makes = self._number(made)
-            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params)))
+            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params), writes))
             self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
+            for number, tensor in zip(makes, made, strict=True):
+                self._in_memory.setdefault(_memory(tensor), []).append((number, tensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where its numbers are or would be: views share it."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _check_no_checkpoint(name: str) -> None:

@@ -194,23 +194,11 @@ class StageWalk(Walk):
         args, kwargs = convert(args), convert(kwargs)
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         versions = versions_of(tensors)
-        try:
-            with contextlib.nullcontext() if is_here else torch.no_grad():
-                out = func(*args, **kwargs)
-        except RuntimeError as error:
-            if "leaf Variable" not in str(error):
-                raise
-            raise _written(name_of(func), "comes from another stage") from error
-        pairs = zip(tensors, originals, versions, versions_of(tensors), strict=True)
-        changed = [(tensor, original) for tensor, original, before, now in pairs if before != now]
-        if is_here and any(number_of(original) in self._sent for _, original in changed):
-            raise _written(name_of(func), "a later stage needs as it was")
-        made = made_by(out, [tensor for tensor, _ in changed])
-        if made:
+        with contextlib.nullcontext() if is_here else torch.no_grad():
+            out = func(*args, **kwargs)
+        changed = [t for t, before, now in zip(tensors, versions, versions_of(tensors), strict=True) if before != now]
+        if made := made_by(out, changed):
             self._made(name_of(func), made, is_here)
-            for tensor, original in changed:
-                original.__dict__[_NUMBER] = tensor.__dict__[_NUMBER]
-                self._held[tensor.__dict__[_NUMBER]] = tensor
         return out
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
@@ -318,13 +306,6 @@ def _like(tensor: Tensor) -> Tensor:
         return tensor.detach()
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(tensor.fake_mode, empty, tensor.device)
-
-
-def _written(name: str, why: str) -> JobError:
-    return JobError(
-        f"the model's own forward writes in place ({name}) into a value that {why}; in a pipeline each stage has a "
-        "copy of its own. Let it make a new tensor, as x = x + y does."
-    )
 
 
 class Atom:
