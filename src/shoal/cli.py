@@ -155,6 +155,70 @@ def plan(
     _print_json(found.as_dict()) if as_json else typer.echo(str(found))
 
 
+@app.command(no_args_is_help=True)
+def bench(
+    what: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="A job, as for train; or `collectives`, of the ranks here.")
+    ] = None,
+    layouts: Annotated[
+        str | None, typer.Option("--layouts", "--layout", help="To compare: lone,dp2,fsdp2 (by default lone,dp2).")
+    ] = None,
+    scale: Annotated[str | None, typer.Option(help="Instead, degrees of one axis: 1,2,4")] = None,
+    axis: Annotated[str, typer.Option(help="Of --scale: dp, fsdp, tp, pp, threads")] = "dp",
+    mode: Annotated[
+        str, typer.Option(help="strong: one global batch; weak: the job's batch for each data rank.")
+    ] = "strong",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: width=64 (repeatable).")] = None,
+    preset: Preset = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each layout has its turn.")] = 5,
+    block: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 10,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads per rank, equal in all layouts; by default cores / ranks.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default what there is.")] = None,
+    apart: Annotated[
+        bool | None,
+        typer.Option("--apart/--together", help="One world at a time; by default on a GPU, where memory is short."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", "--run-dir", help="Where bench.json and bench.csv go.")] = None,
+    nproc_per_node: Annotated[int | None, typer.Option(help="Ranks whose collectives are timed.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="Write the links that collectives found to this file.")] = None,
+    recompute_megatron: Annotated[
+        bool, typer.Option("--recompute-megatron", help="Work Megatron's figures again: 512 GPUs at 76 %.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a job in several layouts side by side: speed, efficiency, where the time goes, the same loss."""
+    from shoal.verbs.bench import answer, keep
+
+    with _answer(as_json):
+        report = answer(
+            what,
+            layouts=layouts,
+            scale=scale,
+            axis=axis,
+            mode=mode,
+            fields=set_ or [],
+            preset=preset,
+            rounds=rounds,
+            block=block,
+            threads=threads,
+            device=device,
+            apart=apart,
+            nproc_per_node=nproc_per_node,
+            cluster=cluster,
+            megatron=recompute_megatron,
+            quiet=as_json,
+        )
+        folder = keep(report, run)
+    told = report.as_dict()
+    if as_json:
+        _print_json({**told, **({} if folder is None else {"folder": folder})})
+    else:
+        typer.echo(f"{report}" + (f"\nfiles: {folder}" if folder is not None else ""))
+    raise typer.Exit(told["exit_code"])
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or a module with -m.")],

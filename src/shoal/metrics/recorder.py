@@ -83,6 +83,12 @@ class Recorder:
         self._events: EventWriter | None = None
 
     @property
+    def model_flops(self) -> float:
+        """What this rank computed of the model in its first step; added up over ranks they are those of the step."""
+        assert self._flops is not None, "a step has run"
+        return self._flops.model * self._flops_scale
+
+    @property
     def has_run(self) -> bool:
         """Whether a step was taken since the start of this process."""
         return self._flops is not None
@@ -139,14 +145,13 @@ class Recorder:
 
     def _figures(self, result: StepResult) -> dict[str, float | None]:
         interval = self._clock.take()
-        assert self._flops is not None
         own = {
             "perf/step_time_s": interval.step_time_s,
             "perf/samples_per_s": interval.per_second(interval.samples),
             "perf/data_wait": interval.data_wait,
             "perf/data_wait_mean": interval.data_wait,
             "perf/device_utilisation": self._meter.read(),
-            "perf/model_flops": self._flops.model * self._flops_scale,
+            "perf/model_flops": self.model_flops,
             "mem/peak_gib": peak_memory_gib(self._world.device),
         }
         rows = self._world.gather_floats([math.nan if own[key] is None else own[key] for key in _RANK_KEYS])  # type: ignore[misc]
@@ -175,11 +180,10 @@ class Recorder:
 
         On a busy machine a probe may find too little, and a share of peak above 1 tells so; then it is tried again.
         """
-        assert self._flops is not None
         self._probes += 1
         with self._clock.paused():
             own = device_peak(self._world.device, self._job.precision)
-        rows = self._world.gather_floats([own.flops if own else math.nan, self._flops.model * self._flops_scale])
+        rows = self._world.gather_floats([own.flops if own else math.nan, self.model_flops])
         best = max((row[0] for row in rows if not math.isnan(row[0])), default=None)
         if own is None or best is None:
             self._peak = None

@@ -71,6 +71,18 @@ class Replica:
             if param.grad is not None and param.grad.is_sparse and param.grad._nnz() == 0:
                 param.grad = None
 
+    def exposed_s(self) -> float:
+        """Seconds that the backward of the step before the last one waited for sums, its own work done.
+
+        0 in the first call, from which on DDP keeps the times of every step.
+        """
+        if self._ddp is None:
+            return 0.0
+        self._ddp._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]  # of torch
+        told = self._ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        waited_ns = told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0)
+        return float(max(0, waited_ns)) / 1e9
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._trains():
             return None

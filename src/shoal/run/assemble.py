@@ -243,7 +243,7 @@ def _build_data(job: Job, world: World) -> _Data:
         "num_workers": world.layout.workers,
     }
     dataset = job.data()
-    data = share(dataset, world, micro=world.layout.micro, **options)
+    data = share(dataset, world, micro=world.layout.num_parts, **options)
     # Seeded alike: a random_split in data() and in evaluation() draws the same two parts.
     seed_everything(job.seed, "data")
     held_out = job.evaluation()

@@ -110,6 +110,11 @@ class Run:
                 f"process: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}"
             )
 
+    def watch(self, phase: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+        """From now on, put `phase("compute")` around forward and backward of a step and `phase("update")` around the
+        rest of it."""
+        self._engine.phase = phase
+
     def log(self, result: StepResult) -> None:
         """Record a step; figures are read and shown on logged steps only, by rank 0."""
         if result.skipped:

@@ -2,11 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
@@ -15,13 +14,13 @@ from shoal.data import RankBatch
 from shoal.dry import as_shapes, dry_run
 from shoal.job import Job, load_job, with_fields
 from shoal.layout import Layout
-from shoal.metrics.meter import Metered, metering
+from shoal.metrics.meter import Metered
 from shoal.parallel.parts import local_of, parts_of
 from shoal.parallel.pipeline.schedule import stages_of
 from shoal.parallel.pipeline.timetable import bubble, timetable
 from shoal.parallel.place import placement_of
-from shoal.parallel.replicate import DryReplica
 from shoal.run import Run, assemble
+from shoal.run.metered import metered, states
 from shoal.step import Forward, Step, call_of, on_device
 from shoal.verbs.plan.command import PlanError
 from shoal.verbs.plan.micro import enough, most_alive, to_begin_with
@@ -100,7 +99,7 @@ def _planned(run: Run) -> RankPlan:
         shapes=_shapes(run),
         parameter_bytes=_storage_bytes(parameters),
         gradient_bytes=_storage_bytes(local_of(p.grad) for p in run.model.parameters() if p.grad is not None),
-        optimizer_bytes=_storage_bytes(_states(run.optimizer)),
+        optimizer_bytes=_storage_bytes(states(run.optimizer)),
         peak_bytes=second.peak_bytes,
         alive=most_alive(layout, coordinate),
         flops=scaled(first.flops.hardware, second.flops.hardware),
@@ -127,33 +126,9 @@ def _metered_step(run: Run, batch: RankBatch, num_micro: int) -> Metered:
     step = Step(run.job, run.model, world, optimizer=run.optimizer, scheduler=None)
     step.scaler = None  # it asks whether a gradient overflows; it adds no memory
     run.optimizer.zero_grad(set_to_none=True)
-    known: dict[str, Iterable[Tensor]] = {
-        "parameters": [*map(local_of, run.model.parameters()), *run.model.buffers()],
-        "optimizer": list(_states(run.optimizer)),
-        "inputs": [leaf for leaf in tree_leaves(batch.micro) if isinstance(leaf, Tensor)],
-    }
-    with metering(world, known, _gradients(run)) as metered:
+    with metered(run, batch.micro) as found:
         step(replace(batch, micro=batch.micro[:num_micro]))
-    return metered
-
-
-def _gradients(run: Run) -> Callable[[], Iterator[Tensor]]:
-    """The gradients that there are at any moment, reduced or not."""
-    placement, params = placement_of(run.model), list(run.model.parameters())
-
-    def now() -> Iterator[Tensor]:
-        yield from (local_of(param.grad) for param in params if param.grad is not None)
-        if placement.shards is not None:
-            yield from placement.shards.own_gradients().values()
-        if isinstance(placement.replica, DryReplica):
-            yield from placement.replica.buckets.values()
-
-    return now
-
-
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        yield from (local_of(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    return found
 
 
 def _are_alike(run: Run, batch: RankBatch) -> bool:

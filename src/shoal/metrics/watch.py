@@ -1,0 +1,131 @@
+"""Where the time of a rank's steps goes, on the host's clock: its phases, and its waits for messages, by axis.
+
+Every message that Python waits for is seen here, whoever sent it: torch's own parts do what shoal's do. What DDP's
+reducer waits for in C++ it tells by itself (`Replica.exposed_s`).
+"""
+
+import contextlib
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.metrics.meter import axis_of
+from shoal.world import World
+
+_METHODS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)  # of a process group; those that this torch does not have are left out
+
+
+ALL = "all"
+_FEW_BYTES = 256
+
+
+class Watch:
+    """Seconds of this rank.
+
+    Attributes:
+        phases: by phase of the step: compute (forward and backward), update (norm, clipping, optimizer).
+        waits: those of them in which it stood still for a message, by phase and axis. A sum of a few numbers takes no
+            time to send: who waits for one waits for the rank that comes last, and its axis is `ALL`.
+    """
+
+    def __init__(self, world: World, now: Callable[[], float] = time.perf_counter) -> None:
+        self.phases: defaultdict[str, float] = defaultdict(float)
+        self.waits: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._world, self._now = world, now
+        self._phase = ""
+        self._on_the_way: dict[int, str] = {}  # works by id: the axis that they are on
+        self._axes: dict[tuple[int, ...], str] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around a part of a step."""
+        began, self._phase = self._now(), name
+        try:
+            yield
+            if self._world.device.type == "cuda":  # it runs behind the host
+                torch.cuda.synchronize(self._world.device)
+        finally:
+            self._phase = ""
+            self.phases[name] += self._now() - began
+
+    @contextlib.contextmanager
+    def messages(self) -> Iterator[None]:
+        """Within: waits are seen."""
+        group, work = dist.ProcessGroup, dist.Work
+        # From the class's own table: what `getattr` gives would not be bound to an object when it is put back.
+        kept = {name: vars(group)[name] for name in _METHODS if name in vars(group)}
+        wait = vars(work)["wait"]
+        for name in kept:
+            setattr(group, name, self._noting(getattr(group, name)))
+        work.wait = self._timing(work.wait)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            work.wait = wait  # type: ignore[method-assign]
+            for name, method in kept.items():
+                setattr(group, name, method)
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            work = method(group, *args, **kwargs)
+            few = sum(tensor.nbytes for tensor in _tensors(args)) <= _FEW_BYTES
+            self._on_the_way[id(work)] = ALL if few else self._axis(group)
+            return work
+
+        return noted
+
+    def _timing(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def timed(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            began = self._now()
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                axis = self._on_the_way.pop(id(work), "")
+                if self._phase and axis:
+                    self.waits[self._phase, axis] += self._now() - began
+
+        return timed
+
+    def _axis(self, group: dist.ProcessGroup) -> str:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._axes:
+            self._axes[ranks] = axis_of(ranks, self._world)
+        return self._axes[ranks]
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    first = args[0] if args else ()
+    found = first if isinstance(first, list | tuple) else [first]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

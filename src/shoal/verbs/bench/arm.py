@@ -1,0 +1,173 @@
+"""What the ranks of one layout do: assemble, and step when it is their turn."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.write import versions
+from shoal.job import Job
+from shoal.metrics.memory import peak_memory_gib
+from shoal.metrics.meter import axis_of
+from shoal.metrics.peak import Peak, device_peak
+from shoal.metrics.shares import Spent
+from shoal.metrics.watch import Watch
+from shoal.parallel.place import placement_of
+from shoal.parallel.replicate import Replica
+from shoal.run import Run, assemble
+from shoal.run.metered import metered
+from shoal.verbs.bench.measured import Measured, RankMeasured
+from shoal.verbs.bench.schedule import Actions, Schedule
+from shoal.world import World
+
+Say = Callable[[str], None]
+Block = tuple[float, list[float]]  # seconds per step, losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How each layout is measured.
+
+    Attributes:
+        rounds: blocks that are timed, of `block` steps each.
+        watched: steps in which it is seen where the time goes; they are not timed.
+    """
+
+    rounds: int
+    block: int
+    warm_up: int
+    watched: int
+
+    @property
+    def steps(self) -> int:
+        """In all; one is metered."""
+        return self.warm_up + self.rounds * self.block + self.watched + 1
+
+
+def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) -> Measured | None:
+    """Step in each turn: warm-up in the first, then a block that is timed, then what is seen of a step.
+
+    Returns:
+        On rank 0 what was measured.
+    """
+    run = assemble(job, world, quiet=True, log_every=plan.block)
+    steps = run.steps()
+    losses: list[float] = []
+    times_s: list[float] = []
+    found: Measured | None = None
+    peak: Peak | None = None
+    for turn in turns:
+        world.barrier()
+        if turn == 0:
+            losses += _stepped(run, steps, plan.warm_up)[1]
+            peak = _peak(world, job)
+        elif turn <= plan.rounds:
+            step_s, seen = _stepped(run, steps, plan.block)
+            times_s.append(step_s)
+            losses += seen
+            say(f"round {turn}/{plan.rounds}  {world.layout}  {step_s * 1e3:.1f} ms/step  loss {seen[-1]:.4g}")
+        else:
+            say(f"{world.layout}  looks where the time goes")
+            found = _seen(run, steps, plan, times_s, losses, peak)
+    return found
+
+
+def _stepped(run: Run, steps: Iterator[Any], count: int) -> Block:
+    began = time.perf_counter()
+    results = []
+    for _ in range(count):
+        result = next(steps)()
+        run.log(result)
+        results.append(result.loss)
+    run.world.barrier()
+    return (time.perf_counter() - began) / count, [float(loss) for loss in results]
+
+
+def _peak(world: World, job: Job) -> Peak | None:
+    """The best of what the ranks find, all at the same time, as they compute at the same time."""
+    own = device_peak(world.device, job.precision)
+    best = max(row[0] for row in world.gather_floats([own.flops if own else -math.inf]))
+    return replace(own, flops=best) if own else None
+
+
+def _seen(
+    run: Run, steps: Iterator[Any], plan: Plan, times_s: list[float], losses: list[float], peak: Peak | None
+) -> Measured:
+    world, job = run.world, run.job
+    spent, actions, cpu_s = _watched(run, steps, plan.watched)
+    with metered(run) as found:
+        next(steps)()
+    ratio = found.flops.hardware / max(found.flops.model, 1)
+    own = {
+        "measured": RankMeasured(
+            spent=spent,
+            peak_bytes=found.peak_bytes,
+            peak_gib=peak_memory_gib(world.device),
+            sent_bytes=dict(found.sent_bytes),
+            cpu_s=cpu_s,
+        ).as_dict(),
+        "flops": [run.recorder.model_flops, run.recorder.model_flops * ratio],
+        "actions": actions,
+    }
+    rows = [json.loads(text) for text in world.gather_text(json.dumps(own))]
+    ranks = [RankMeasured.of(row["measured"]) for row in rows]
+    schedule = Schedule.of(world, [row["actions"] for row in rows])
+    for number, rank in enumerate(ranks if schedule.promised else ()):
+        bubble_s = plan.watched * schedule.idle_s(world.mesh.coordinate(number, "pp"))
+        ranks[number] = replace(rank, spent=replace(rank.spent, bubble_s=bubble_s))
+    return Measured(
+        layout=str(world.layout),
+        num_devices=world.size * world.layout.threads,
+        batch_size=job.batch_size,
+        threads=torch.get_num_threads(),
+        tokens_per_sample=run.ledger.tokens_per_step and run.ledger.tokens_per_step // job.batch_size,
+        precision=job.precision,
+        times_s=times_s,
+        losses=losses,
+        model_flops=sum(row["flops"][0] for row in rows),
+        hardware_flops=sum(row["flops"][1] for row in rows),
+        peak_flops=peak.flops if peak else None,
+        peak_source=str(peak) if peak else "",
+        bubble=schedule.bubble,
+        spans=schedule.measured,
+        promised=schedule.promised,
+        ranks=ranks,
+        versions={**versions(), "device": str(world.device), "backend": world.backend or "none"},
+    )
+
+
+def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions, float]:
+    """Where the time of some steps goes, what a pipeline does in each, and CPU seconds per step."""
+    world, placement = run.world, placement_of(run.model)
+    watch, hidden, actions, data_s = Watch(world), [], [], 0.0
+    replica = placement.replica if isinstance(placement.replica, Replica) else None
+    run.watch(watch.phase)
+    with watch.messages():
+        world.barrier()
+        began, cpu_began = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            asked = time.perf_counter()
+            step = next(steps)
+            data_s += time.perf_counter() - asked
+            run.log(step())
+            if replica is not None:
+                hidden.append(replica.exposed_s())
+            actions.append(placement.pipeline.spans() if placement.pipeline else [])
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    run.watch(lambda phase: contextlib.nullcontext())
+    # DDP tells of the step before, from its second call on.
+    hidden_s = count * sum(hidden[2:]) / len(hidden[2:]) if len(hidden) > 2 else 0.0
+    axis = axis_of(tuple(world.mesh.group(world.rank, ("dp", "fsdp"))), world) if hidden_s else ""
+    spent = Spent(
+        wall_s=wall_s,
+        data_s=data_s,
+        phases_s=dict(watch.phases),
+        waits_s=dict(watch.waits),
+        hidden_s={axis: hidden_s} if hidden_s else {},
+    )
+    return spent, actions, cpu_s / count

@@ -1,0 +1,74 @@
+"""Why a layout is as fast as it is, in one sentence with its evidence."""
+
+from shoal.metrics.shares import shares, slow_ranks
+from shoal.units import show_bytes, show_seconds
+from shoal.verbs.bench.measured import Measured
+
+_SMALL = 0.05  # a share that nobody needs to hear of
+_ADVICE = {
+    "dp": "more samples per rank make it a smaller part (a larger batch_size is another training)",
+    "fsdp": "more samples per rank, or replicas of smaller shards (dp2.fsdp2), make it a smaller part",
+    "tp": "tensor parallelism pays where its ranks have fast links and layers are wide: a smaller tp, or dp instead",
+    "pp": "fewer, larger messages (a smaller micro=) make it a smaller part",
+}
+
+
+def diagnose(row: Measured, base: Measured | None) -> str:
+    """Where most of the time goes that is no computing, and what would change it."""
+    spent = [rank.spent for rank in row.ranks]
+    found = shares(spent)
+    slow = slow_ranks(spent) if "pp" not in row.layout else {}
+    if slow:
+        rank, above = max(slow.items(), key=lambda item: item[1])
+        return f"{row.layout}: rank {rank} is slow: it works {above:.0%} longer than the others, which wait for it."
+    losses = {name: share for name, share in found.items() if name not in ("compute", "other") and share > _SMALL}
+    worst = max(losses, key=lambda name: losses[name], default="")
+    if not worst:
+        return f"{row.layout}: {found['compute']:.0%} of the step is computing.{_versus(row, base)}"
+    return (
+        f"{row.layout}: {losses[worst]:.0%} of the step is {_meaning(row, worst, losses[worst])}.{_versus(row, base)}"
+    )
+
+
+def _meaning(row: Measured, name: str, share: float) -> str:
+    seconds = share * row.step_s
+    if name == "data":
+        return f"waiting for data ({show_seconds(seconds)}): let workers read ahead ({_with(row, 'workers=2')})"
+    if name == "bubble":
+        return (
+            f"the pipeline's bubble ({show_seconds(seconds)}; its schedule promises {row.bubble or 0:.0%}): more "
+            "micro-batches, or a schedule with several stages per rank, make it smaller"
+        )
+    if name == "waiting":
+        return f"waiting for the rank that comes last ({show_seconds(seconds)}): the ranks do not have equal work"
+    if name == "update":
+        return f"the update ({show_seconds(seconds)}: norm, clipping, optimizer): zero=1 or fsdp share it among ranks"
+    axis = name.removeprefix("comm ")
+    sent = max(rank.sent_bytes.get(axis, 0) for rank in row.ranks)
+    advice = next((text for known, text in _ADVICE.items() if known in axis), "")
+    how = f"{show_bytes(sent)} sent per rank and step, {show_seconds(seconds)} of them not hidden"
+    speed = f" ({sent / seconds / 1e9:.2g} GB/s)" if seconds and sent else ""
+    return f"exposed communication on {axis}: {how}{speed}; {advice}"
+
+
+def _with(row: Measured, option: str) -> str:
+    return f"{row.layout}{',' if ':' in row.layout else ':'}{option}"
+
+
+def _versus(row: Measured, base: Measured | None) -> str:
+    """How computing itself has grown, over all devices: cores, caches and memory are shared."""
+    if base is None or base.layout == row.layout:
+        return ""
+    ours, theirs = (
+        sum(rank.spent.seconds()["compute"] / rank.spent.wall_s for rank in of.ranks)
+        / len(of.ranks)
+        * of.step_s
+        * of.num_devices
+        / of.batch_size
+        for of in (row, base)
+    )
+    grown = ours / theirs - 1
+    if abs(grown) < _SMALL:
+        return ""
+    more = "more" if grown > 0 else "less"
+    return f" Computing takes {abs(grown):.0%} {more} device time per sample than in {base.layout}."

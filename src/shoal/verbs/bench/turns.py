@@ -1,0 +1,46 @@
+"""Worlds that are all alive and take turns, so that a busy moment of the machine hits all of them.
+
+A turn is a byte in a pipe: who waits for one sleeps, and costs nothing.
+
+    round 0   lone dp2 fsdp2      warm-up
+    round 1   dp2 fsdp2 lone      another one first in each round
+    round 2   fsdp2 lone dp2
+"""
+
+import os
+from collections.abc import Iterator
+
+
+class Turns:
+    """Made before the processes are forked; `taken` is walked by the first rank of each world.
+
+    Args:
+        num_arms: worlds.
+        num_rounds: turns of each.
+    """
+
+    def __init__(self, num_arms: int, num_rounds: int) -> None:
+        self._order = [(turn, (place + turn) % num_arms) for turn in range(num_rounds) for place in range(num_arms)]
+        self._pipes = [os.pipe() for _ in range(num_arms)]
+        self._give(0)
+
+    def taken(self, arm: int) -> Iterator[tuple[int, float]]:
+        """The number of each round, when this world's turn has come, and the share of all turns that are over.
+
+        The turn passes on when the next one is asked for.
+        """
+        for place, (turn, whose) in enumerate(self._order):
+            if whose == arm:
+                os.read(self._pipes[arm][0], 1)
+                yield turn, place / len(self._order)
+                self._give(place + 1)
+
+    def close(self) -> None:
+        """In the process that made it."""
+        for pipe in self._pipes:
+            for end in pipe:
+                os.close(end)
+
+    def _give(self, place: int) -> None:
+        if place < len(self._order):
+            os.write(self._pipes[self._order[place][1]][1], b".")
