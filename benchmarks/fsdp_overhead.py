@@ -1,11 +1,12 @@
 """Steady throughput of `gpt` under fsdp2 against the same written by hand with torch's fully_shard.
 
 By hand: fully_shard on each block and on the model, clip_grad_norm_, fused AdamW, the loss of the global batch. Both
-arms live in the same two processes (turns.py):
+arms take turns (turns.py):
 python benchmarks/fsdp_overhead.py [--rounds 10] [--width 128] [--zero 3]
 """
 
 import argparse
+import functools
 
 import torch.distributed as dist
 import turns
@@ -36,17 +37,14 @@ def main() -> None:
     parser.add_argument("--zero", type=int, choices=(2, 3), default=3)
     args = parser.parse_args()
     layout = "fsdp2" if args.zero == 3 else "fsdp2:reshard=false"
-    if not turns.is_rank():
-        turns.show_header()
-        turns.show_arm(layout, turns.start(2), against="by hand")
-        return
     job = GPT(width=args.width, batch_size=BATCH, steps=STEPS)
-    turns.take(
-        layout,
-        lambda world: {"shoal": turns.by_shoal(job, world), "by hand": by_hand(args.width, args.zero)},
-        rounds=args.rounds,
-        warm_up=args.warm_up,
-    )
+    arms = {
+        "shoal": turns.by_shoal(job, layout, 2),
+        "by hand": turns.by_hand(functools.partial(by_hand, args.width, args.zero), 2),
+    }
+    times = turns.compare(arms, rounds=args.rounds, warm_up=args.warm_up)
+    turns.show_header()
+    turns.show_arm(layout, times, "shoal", against="by hand")
 
 
 if __name__ == "__main__":

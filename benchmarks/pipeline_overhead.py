@@ -1,16 +1,18 @@
 """Steady throughput of `gpt` under pp2 against the same by hand, and how long the ranks of a pipeline stand still.
 
 By hand: two stages cut by hand, torch's PipelineStage and schedule, tied weights added over the stages, the norm of
-both stages, fused AdamW. Both arms live in the same two processes (turns.py). The bubble is measured in shoal's arm,
-and in a model of equal stages, for which the formula is made:
-python benchmarks/pipeline_overhead.py [--rounds 10] [--width 128] [--micro 4]
+both stages, fused AdamW. Both arms take turns (turns.py). The bubble is measured of shoal's pipeline, and of a model of
+equal stages, for which the formula is made:
+python benchmarks/pipeline_overhead.py [--rounds 10] [--width 256] [--micro 4]
     [--schedule gpipe] [--picture step.svg]
 """
 
 import argparse
+import functools
 import json
-import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,12 +31,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shoal import Job, Sum, World, assemble, mean_loss
 from shoal.data import StdlibText
+from shoal.launch import start
 from shoal.layout import Layout
 from shoal.metrics.timeline import draw
 from shoal.models.gpt import GPT
 from shoal.parallel.pipeline.timetable import Kind, Span, bubble, timetable
 from shoal.parallel.place import placement_of
 from shoal.run import Run
+from shoal.world import Place
 
 BATCH, STEPS = 16, 10_000
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -107,12 +111,13 @@ def by_hand(width: int, micro: int, schedule: str) -> turns.Step:
     return step
 
 
-def make_arms(world: World, args: argparse.Namespace) -> dict[str, turns.Step]:
-    hand = by_hand(args.width, args.micro, args.schedule)
+def made(args: argparse.Namespace) -> turns.Step:
+    """In a rank; the first losses are those of one process."""
     alone = loop(decoder(args.width), batch_size=BATCH, steps=STEPS, num_data=1, data_rank=0)
+    hand = by_hand(args.width, args.micro, args.schedule)
     for _ in range(3):
         assert abs(alone() - hand()) < 1e-4, "by hand it is another training"
-    return {"shoal": turns.by_shoal(GPT(width=args.width, batch_size=BATCH, steps=STEPS), world), "by hand": hand}
+    return hand
 
 
 # -- the bubble --------------------------------------------------------------------------------------------
@@ -191,47 +196,49 @@ def show_bubble(layout: Layout, what: str, steps: list[list[Span]]) -> dict[str,
 # -- ranks and their parent --------------------------------------------------------------------------------
 
 
-def be_rank(args: argparse.Namespace, layout: Layout) -> None:
-    """Measure, and hand in the times (CPU: of both ranks together) and the spans."""
-    torch.set_num_threads(1)
-    with World.open(str(layout)) as world:
-        times = turns.measure(make_arms(world, args), rounds=args.rounds, warm_up=args.warm_up)
-        for seconds in times["CPU"].values():
-            both = torch.tensor(seconds, dtype=torch.float64)
-            dist.all_reduce(both)
-            seconds[:] = both.tolist()
-        jobs = {"gpt": GPT(width=args.width, batch_size=BATCH, steps=STEPS), "equal stages": Equal()}
-        spans = {}
-        for what, job in jobs.items():
-            steps = watched(assemble(job, world, quiet=True), args.warm_up + args.rounds)[args.warm_up :]
-            spans[what] = [[asdict(span) for span in step] for step in steps]
-        if world.rank == 0:
-            folder = Path(os.environ[turns._FOLDER])
-            (folder / "times.json").write_text(json.dumps({"times": times, "spans": spans}))
+def bubbles(args: argparse.Namespace, layout: Layout) -> dict[str, list[list[Span]]]:
+    """Of each model, the spans of all ranks, step by step."""
+    jobs = {"gpt": GPT(width=args.width, batch_size=BATCH, steps=STEPS), "equal stages": Equal()}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank(place: Place) -> None:
+            with World.open(layout, place=place) as world:
+                found = {}
+                for what, job in jobs.items():
+                    steps = watched(assemble(job, world, quiet=True), args.warm_up + args.rounds)[args.warm_up :]
+                    found[what] = [[asdict(span) for span in step] for step in steps]
+                if world.rank == 0:
+                    (Path(folder) / "spans.json").write_text(json.dumps(found))
+
+        if start(rank, 2, threads=1, show="none").exit_code:
+            sys.exit("no bubble was measured")
+        found: dict[str, Any] = json.loads((Path(folder) / "spans.json").read_text())
+    return {what: [[Span(**span) for span in step] for step in steps] for what, steps in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=10)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--micro", type=int, default=4)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
     layout = Layout(pp=2, micro=args.micro, schedule=args.schedule)
-    if turns.is_rank():
-        be_rank(args, layout)
-        return
-    found: Any = turns.start(2)
+    arms = {
+        "shoal": turns.by_shoal(GPT(width=args.width, batch_size=BATCH, steps=STEPS), str(layout), 2),
+        "by hand": turns.by_hand(functools.partial(made, args), 2),
+    }
+    times = turns.compare(arms, rounds=args.rounds, warm_up=args.warm_up)
     turns.show_header()
-    turns.show_arm(str(layout), found["times"], against="by hand")
+    turns.show_arm(str(layout), times, "shoal", against="by hand")
     print(
         "\n| bubble | median step | quietest step | timetable with its times | (p-1)/(m+p-1) |\n|---|---|---|---|---|"
     )
     panels: dict[str, list[Span]] = {}
-    for what, steps in found["spans"].items():
-        panels |= show_bubble(layout, what, [[Span(**span) for span in step] for step in steps])
+    for what, steps in bubbles(args, layout).items():
+        panels |= show_bubble(layout, what, steps)
     if args.picture:
         args.picture.write_text(draw(panels))
 

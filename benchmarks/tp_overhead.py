@@ -3,12 +3,13 @@
     megatron   plain tensors: a slice of each matrix, identity / all-reduce pairs around attention and MLP
     dtensor    torch's parallelize_module, ColwiseParallel and RowwiseParallel on the same layers
 
-Table, position and head are whole in both, as such scripts have them; shoal splits table and head too. All arms live
-in the same two processes (turns.py): python benchmarks/tp_overhead.py [--rounds 10] [--width 128]
+Table, position and head are whole in both, as such scripts have them; shoal splits table and head too. All arms take
+turns (turns.py): python benchmarks/tp_overhead.py [--rounds 10] [--width 128]
 """
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shoal import World
 from shoal.models.gpt import GPT
 
 BATCH, STEPS = 16, 10_000
@@ -115,15 +115,13 @@ def clip_slices(params: list[nn.Parameter], *, sliced: set[int]) -> None:
     torch._foreach_mul_(list(grads.values()), (1.0 / (norm + 1e-6)).clamp(max=1.0))
 
 
-def make_arms(world: World, width: int) -> dict[str, turns.Step]:
-    arms = {
-        "shoal": turns.by_shoal(GPT(width=width, batch_size=BATCH, steps=STEPS), world),
-        "megatron": by_hand(*megatron(width)),
-        "dtensor": by_hand(*dtensor(width)),
-    }
-    first = {name: step() for name, step in arms.items() if name != "shoal"}
-    assert abs(first["megatron"] - first["dtensor"]) < 1e-4, first  # they train the same
-    return arms
+def made(split: Callable[[int], tuple[nn.Module, set[int]]], width: int) -> turns.Step:
+    """In a rank; the first losses are those of one process."""
+    alone = loop(decoder(width), batch_size=BATCH, steps=STEPS, num_data=1, data_rank=0)
+    step = by_hand(*split(width))
+    for _ in range(3):
+        assert abs(alone() - step()) < 1e-4, "by hand it is another training"
+    return step
 
 
 def main() -> None:
@@ -132,13 +130,15 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--width", type=int, default=128)
     args = parser.parse_args()
-    if turns.is_rank():
-        turns.take("tp2", lambda world: make_arms(world, args.width), rounds=args.rounds, warm_up=args.warm_up)
-        return
-    times = turns.start(2)
+    arms = {
+        "shoal": turns.by_shoal(GPT(width=args.width, batch_size=BATCH, steps=STEPS), "tp2", 2),
+        "megatron": turns.by_hand(functools.partial(made, megatron, args.width), 2),
+        "dtensor": turns.by_hand(functools.partial(made, dtensor, args.width), 2),
+    }
+    times = turns.compare(arms, rounds=args.rounds, warm_up=args.warm_up)
     turns.show_header()
     for against in ("megatron", "dtensor"):
-        turns.show_arm(f"tp2 against {against}", times, against=against)
+        turns.show_arm(f"tp2 against {against}", times, "shoal", against=against)
 
 
 if __name__ == "__main__":

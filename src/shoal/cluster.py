@@ -1,15 +1,20 @@
 """On what a job runs: the peaks of known accelerators, and a cluster's nodes, devices, links and memory.
 
-A cluster file is TOML; a link's speed counts one direction:
+A cluster file is TOML; a link's speed counts one direction, its latency is that of a message without content:
 
     nodes = 2
     devices_per_node = 8
     device = "NVIDIA H100 80GB HBM3"
     intra_node_gb_per_s = 450
     inter_node_gb_per_s = 50
+    intra_node_latency_us = 4
+    inter_node_latency_us = 10
 """
 
 import csv
+import json
+import os
+import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +91,10 @@ def _plain(name: str) -> str:
 
 
 class Cluster(BaseModel):
-    """Nodes of equal devices; memory in GB (10^9 bytes) and link speeds in GB/s, one way, are per device."""
+    """Nodes of equal devices; memory in GB (10^9 bytes) and link speeds in GB/s, one way, are per device.
+
+    A latency, in microseconds, is what a message takes whatever its size.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -96,6 +104,8 @@ class Cluster(BaseModel):
     memory_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     intra_node_gb_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     inter_node_gb_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    intra_node_latency_us: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    inter_node_latency_us: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
     @property
     def num_devices(self) -> int:
@@ -129,6 +139,44 @@ def read_cluster(path: Path) -> Cluster:
         raise ClusterError(f"{path} is not TOML: {error}.") from error
     except ValidationError as error:
         raise ClusterError(f"{path}: {_lesson(error)}") from error
+
+
+def write_cluster(path: Path, cluster: Cluster, *, force: bool = False) -> None:
+    """Write a cluster file that `read_cluster` reads back as the same; it appears whole or not at all.
+
+    Args:
+        force: over a file that exists.
+
+    Raises:
+        ClusterError: as `check_target`, or it cannot be written.
+    """
+    check_target(path, force=force)
+    told = cluster.model_dump(exclude_none=True)
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        temporary.write_text("".join(f"{name} = {_toml(value)}\n" for name, value in told.items()), "utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ClusterError(f"{path} was not written: {error.strerror}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_target(path: Path, *, force: bool = False) -> None:
+    """Refuse, before the work of it, a cluster file that could not be written.
+
+    Raises:
+        ClusterError: it exists (unless `force`), or there is no such folder.
+    """
+    if not path.parent.is_dir():
+        raise ClusterError(f"{path} cannot be written: there is no folder {path.parent}.")
+    if path.exists() and not force:
+        raise ClusterError(f"{path} exists. Choose another name, or overwrite it with --force.")
+
+
+def _toml(value: int | float | str) -> str:
+    """Python's figures are TOML's; JSON's texts are too, but for the one control character that JSON leaves bare."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _lesson(error: ValidationError) -> str:

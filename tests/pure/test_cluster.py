@@ -1,10 +1,22 @@
 """Peaks of known accelerators, never guessed; clusters read from a file, with lessons for its slips."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shoal.cluster import DTYPES, ClusterError, find_accelerator, peak_flops, read_accelerators, read_cluster
+from shoal.cluster import (
+    DTYPES,
+    Cluster,
+    ClusterError,
+    find_accelerator,
+    peak_flops,
+    read_accelerators,
+    read_cluster,
+    write_cluster,
+)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +119,15 @@ def test_a_cluster_file_states_nodes_devices_links_and_memory(tmp_path: Path) ->
             device = "NVIDIA H100 80GB HBM3"
             intra_node_gb_per_s = 450
             inter_node_gb_per_s = 50.5
+            intra_node_latency_us = 0
+            inter_node_latency_us = 10.5
             """,
         )
     )
     assert cluster.num_devices == 16
     assert cluster.memory_bytes == 80e9
     assert (cluster.intra_node_gb_per_s, cluster.inter_node_gb_per_s) == (450, 50.5)
+    assert (cluster.intra_node_latency_us, cluster.inter_node_latency_us) == (0, 10.5)
     assert cluster.accelerator == find_accelerator("NVIDIA H100 80GB HBM3")
 
 
@@ -137,6 +152,7 @@ def test_what_a_cluster_file_leaves_out_is_unknown(tmp_path: Path) -> None:
         ("devices_per_node = true", "devices_per_node is True"),
         ("devices_per_node = 8\nmemory_gb = -1", "memory_gb is -1"),
         ("devices_per_node = 8\nintra_node_gb_per_s = inf", "intra_node_gb_per_s is inf"),
+        ("devices_per_node = 8\nintra_node_latency_us = -0.5", "intra_node_latency_us is -0.5"),
         ("devices_per_node = ", "is not TOML"),
     ],
 )
@@ -150,3 +166,42 @@ def test_a_slip_in_a_cluster_file_is_named(tmp_path: Path, text: str, lesson: st
 def test_a_cluster_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"none\.toml cannot be read: No such file"):
         read_cluster(tmp_path / "none.toml")
+
+
+positive = st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+latency = st.none() | st.floats(min_value=0, allow_infinity=False)
+clusters = st.builds(
+    Cluster,
+    nodes=st.integers(1, 2**62),
+    devices_per_node=st.integers(1, 2**62),
+    device=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    memory_gb=positive,
+    intra_node_gb_per_s=positive,
+    inter_node_gb_per_s=positive,
+    intra_node_latency_us=latency,
+    inter_node_latency_us=latency,
+)
+
+
+@settings(deadline=None)
+@given(clusters)
+def test_a_cluster_that_is_written_reads_back_as_the_same(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        write_cluster(path, cluster)
+        assert read_cluster(path) == cluster
+        assert [file.name for file in Path(folder).iterdir()] == ["cluster.toml"]
+
+
+def test_a_cluster_file_that_exists_is_overwritten_by_force_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, "devices_per_node = 4\n")
+    with pytest.raises(ClusterError, match=r"cluster\.toml exists.*--force"):
+        write_cluster(path, Cluster(devices_per_node=8))
+    assert path.read_text() == "devices_per_node = 4\n"
+    write_cluster(path, Cluster(devices_per_node=8), force=True)
+    assert path.read_text() == "nodes = 1\ndevices_per_node = 8\n"
+
+
+def test_a_cluster_file_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="there is no folder"):
+        write_cluster(tmp_path / "none" / "cluster.toml", Cluster(devices_per_node=8))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.layout import Layout
 from shoal.settings import TrainSettings, resolve, with_preset
 from shoal.verbs.bench.command import BenchError, command
 
@@ -31,6 +32,8 @@ def answer(
     apart: bool | None = None,
     nproc_per_node: int | None = None,
     cluster: Path | None = None,
+    force: bool = False,
+    max_mib: int = 256,
     megatron: bool = False,
     quiet: bool = False,
 ) -> "Report | CollectivesReport | Megatron":
@@ -51,7 +54,17 @@ def answer(
     if what == COLLECTIVES:
         from shoal.verbs.bench.collectives import command as collectives
 
-        return collectives(nproc_per_node or 2, layout=_only(layouts), write=cluster, device=device, quiet=quiet)
+        layout = _only(layouts)
+        num_ranks = nproc_per_node or (Layout.parse(layout).num_ranks if layout else 2)
+        return collectives(
+            num_ranks,
+            layout=layout,
+            max_bytes=max_mib * 2**20,
+            write=cluster,
+            force=force,
+            device=device,
+            quiet=quiet,
+        )
     if mode not in ("strong", "weak"):
         raise BenchError(f"--mode is {mode!r}; it must be strong (one global batch) or weak (a batch per data rank).")
     values = _values(what, fields, preset)

@@ -1,4 +1,4 @@
-"""What a comparison leaves: bench.json with all that was measured, bench.csv with its table."""
+"""What a comparison leaves: bench.json with all that was measured, bench.csv with its table; collectives.json."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def keep(report: "Report | CollectivesReport | Megatron", folder: Path | None) -> Path | None:
-    """Write both files of a comparison of layouts, each at once or not at all.
+    """Write the files, each at once or not at all.
 
     Args:
         folder: by default a new one, runs/bench-JOB.
@@ -21,17 +21,18 @@ def keep(report: "Report | CollectivesReport | Megatron", folder: Path | None) -
     Returns:
         The folder; None where there is nothing to keep.
     """
-    from shoal.verbs.bench.report import Report
-
-    if not isinstance(report, Report):
+    told = report.as_dict()
+    kind = told["kind"]
+    if kind == "megatron":
         return None
-    name = Path(report.job.partition(":")[0]).stem.lower()
+    texts = {f"{kind}.json": json.dumps(told, indent=1, default=str)}
+    name = kind
+    if kind == "bench":
+        name = Path(told["job"].partition(":")[0]).stem.lower()
+        texts["bench.csv"] = report.as_csv()  # type: ignore[union-attr]  # of its kind
     place = folder or new_folder(Path("runs") / f"bench-{name}")
     place.mkdir(parents=True, exist_ok=True)
-    for file, text in (
-        ("bench.json", json.dumps(report.as_dict(), indent=1)),
-        ("bench.csv", report.as_csv()),
-    ):
+    for file, text in texts.items():
         partial = place / f"{file}.tmp"
         partial.write_text(text, encoding="utf-8")
         partial.replace(place / file)
