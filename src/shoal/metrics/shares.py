@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from shoal.metrics.watch import ALL
 
+_WORK = ("data", "compute", "update")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
@@ -58,10 +60,7 @@ def shares(ranks: Sequence[Spent]) -> dict[str, float]:
 
 
 def slow_ranks(ranks: Sequence[Spent], *, above: float = 0.25) -> dict[int, float]:
-    """Ranks that spend longer at work (data, compute, update, other) than the median by so much; and by how much."""
-    work = [
-        sum(s for name, s in rank.seconds().items() if not name.startswith(("comm", "bubble", "waiting")))
-        for rank in ranks
-    ]
+    """Ranks that spend longer at work (data, compute, update) than the median by so much; and by how much."""
+    work = [sum(s for name, s in rank.seconds().items() if name in _WORK) for rank in ranks]
     usual = sorted(work)[(len(work) - 1) // 2]  # of two, the quicker
     return {rank: s / usual - 1 for rank, s in enumerate(work) if usual > 0 and s > usual * (1 + above)}

@@ -28,7 +28,7 @@ def find_atoms(model: nn.Module, least: int, stages: Sequence[Sequence[str]] = (
         return _stated(model, stages)
     blocks = set(find_blocks(model))
     atoms = _beside(model, "", blocks)
-    while len(atoms) < least:
+    while atoms and len(atoms) < least:
         dearest = max(atoms, key=lambda name: _weight(model, name) if _parts(model, name) else -1)
         parts = _parts(model, dearest)
         if not parts:

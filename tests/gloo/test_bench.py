@@ -1,0 +1,217 @@
+"""shoal bench on live processes: every byte, every planted second, the same loss."""
+
+import functools
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from shoal import Job, Sum, mean_loss
+from shoal.models.gpt import Decoder
+from shoal.verbs.bench import command
+
+WIDTH, DEPTH, HEADS, CONTEXT, BATCH, VOCABULARY = 32, 2, 4, 16, 8, 256
+GPT = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "context": CONTEXT, "batch_size": BATCH}
+LAYOUTS = ["lone", "dp2", "fsdp2", "tp2", "pp2:micro=2"]
+TOTALS, NORM, FLAGS = 40, 8, 8  # bytes of shoal's own small messages: five float64; one; of each message of a stage
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return command("gpt", LAYOUTS, fields=GPT, rounds=2, block=3, quiet=True)
+
+
+def sent(compared, layout):
+    (row,) = (row for row in compared.rows if row.layout == layout)
+    return [dict(rank.sent_bytes) for rank in row.ranks]
+
+
+def sizes():
+    """Bytes of all parameters, of those of the blocks, of the table; and how many parameters there are."""
+    model = Decoder(width=WIDTH, depth=DEPTH, heads=HEADS, context=CONTEXT, tied=True, dropout=0.0)
+    params = list(model.parameters())
+    return (
+        sum(p.nbytes for p in params),
+        sum(p.nbytes for p in model.blocks.parameters()),
+        model.token.weight.nbytes,
+        len(params),
+    )
+
+
+def test_all_layouts_ran_and_trained_the_same(compared):
+    assert [row.layout for row in compared.table()] == LAYOUTS
+    assert all(row.is_same and len(row.shares) for row in compared.table())
+    assert compared.exit_code == 0
+
+
+def test_where_a_step_goes_adds_up_to_the_whole_and_nothing_of_it_is_negative(compared):
+    for row in compared.table():
+        assert sum(row.shares.values()) == pytest.approx(1.0, abs=0.01)
+        assert min(row.shares.values()) > -0.01, row.shares
+        assert row.shares["compute"] > 0.05
+    told = {row.layout: row.shares for row in compared.table()}
+    assert "comm dp" in told["dp2"]
+    assert "comm fsdp" in told["fsdp2"]
+    assert "comm tp" in told["tp2"]
+    assert {"comm pp", "bubble"} <= set(told["pp2:micro=2"])
+    assert not any(name.startswith("comm") for name in told["lone"])
+
+
+def test_dp_sends_twice_n_minus_1_over_n_of_the_gradients(compared):
+    params, _, _, count = sizes()
+    used = 4 * count  # DDP's map of the parameters that were used
+    assert sent(compared, "dp2") == [{"dp": params + used + TOTALS}] * 2
+
+
+def test_fsdp_gathers_blocks_twice_and_the_rest_once_and_scatters_all_gradients(compared):
+    params, blocks, _, count = sizes()
+    gathered, scattered = (2 * blocks + (params - blocks)) // 2, params // 2
+    used = 4 * count
+    assert sent(compared, "fsdp2") == [{"fsdp": gathered + scattered + used + NORM + TOTALS}] * 2
+
+
+def test_tp_sums_activations_four_times_per_block_and_twice_at_its_ends(compared):
+    activations = BATCH * CONTEXT * WIDTH * 4
+    cross_entropy = 3 * BATCH * CONTEXT * 4  # of each token: the largest logit, the sum, the target's
+    assert sent(compared, "tp2") == [{"tp": (4 * DEPTH + 2) * activations + cross_entropy + NORM + TOTALS}] * 2
+
+
+def test_pp_sends_what_crosses_the_cut_once_each_way_and_sums_the_table_that_is_in_both_stages(compared):
+    _, _, table, count = sizes()
+    crossing = BATCH * CONTEXT * WIDTH * 4
+    used = 8 * count  # how many micro-batches gave each parameter a gradient
+    assert sent(compared, "pp2:micro=2") == [{"pp": crossing + table + 2 * FLAGS + used + NORM + TOTALS}] * 2
+
+
+def test_memory_is_told_by_category_and_sharding_shows(compared):
+    params, _, _, _ = sizes()
+    rows = {row.layout: row.ranks for row in compared.rows}
+    assert rows["lone"][0].peak_bytes["parameters"] == params
+    assert [rank.peak_bytes["parameters"] for rank in rows["fsdp2"]] == [params // 2] * 2
+    assert rows["lone"][0].peak_bytes["optimizer"] == pytest.approx(2 * params, rel=0.01)
+
+
+class Points(Dataset):
+    """Reading one takes a while."""
+
+    def __init__(self, read_s: float) -> None:
+        self.read_s = read_s
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.read_s)
+        x = torch.full((4,), 1.0 + index / 64)
+        return x, x
+
+
+class Sleeping(nn.Linear):
+    """Takes as long as it has samples, and longer on one rank."""
+
+    def __init__(self, sample_s: float, slow_rank_s: float) -> None:
+        super().__init__(4, 4)
+        self.sample_s, self.slow_rank_s = sample_s, slow_rank_s
+
+    def forward(self, x):
+        is_slow = dist.is_initialized() and dist.get_rank() == 1
+        if self.training and torch.is_grad_enabled():
+            time.sleep(self.sample_s * len(x) + self.slow_rank_s * is_slow)
+        return super().forward(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Job):
+    read_s: float = 0.0
+    sample_s: float = 0.0
+    slow_rank_s: float = 0.0
+    wrong: bool = False
+    batch_size: int = 4
+    steps: int = 100
+
+    def model(self):
+        return Sleeping(self.sample_s, self.slow_rank_s)
+
+    def data(self):
+        return Points(self.read_s)
+
+    def loss(self, output, batch):
+        found = mean_loss((output - batch[1]).square().mean(1))
+        size = dist.get_world_size() if self.wrong and dist.is_initialized() else 1
+        return Sum(found.value * size, found.count)
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.01)
+
+
+def sometimes_busy(test):
+    """A planted sleep is as long as it says on a quiet machine; tests run beside each other."""
+
+    @functools.wraps(test)
+    def again():
+        for _ in range(3):
+            try:
+                return test()
+            except AssertionError as error:
+                failed = error
+        raise failed
+
+    return again
+
+
+@sometimes_busy
+def test_a_tenth_of_a_second_of_reading_is_a_tenth_of_a_second_of_waiting_for_data():
+    found = command(Slow(read_s=0.025), ["lone", "dp2"], rounds=1, block=4, quiet=True)
+    for row, samples in zip(found.rows, (4, 2), strict=True):
+        for rank in row.ranks:
+            assert rank.spent.data_s / 4 == pytest.approx(0.025 * samples, abs=0.005)
+    assert "waiting for data" in found.sentences()[0]
+
+
+@sometimes_busy
+def test_speed_up_and_efficiency_are_those_of_a_stopwatch():
+    """A sample takes 50 ms wherever it is."""
+    one, two = command(Slow(sample_s=0.05), ["lone", "dp2"], rounds=3, block=3, quiet=True).table()
+    assert one.step_ms == pytest.approx(200, rel=0.1)
+    assert two.step_ms == pytest.approx(100, rel=0.15)
+    assert two.speed_up == pytest.approx(2.0, abs=0.3)
+    assert two.efficiency == pytest.approx(two.speed_up / 2)
+    assert one.rate == pytest.approx(4 / 0.2, rel=0.1)
+
+
+@sometimes_busy
+def test_weak_scaling_gives_each_data_rank_the_batch_of_one():
+    found = command(Slow(sample_s=0.04), scale=[1, 2], mode="weak", rounds=2, block=3, quiet=True)
+    one, two = found.table()
+    assert [row.batch_size for row in found.rows] == [4, 8]
+    assert two.step_ms == pytest.approx(one.step_ms, rel=0.15)
+    assert two.efficiency == pytest.approx(1.0, abs=0.12)
+
+
+@sometimes_busy
+def test_a_slow_rank_is_named():
+    found = command(Slow(slow_rank_s=0.05), ["lone", "dp2"], rounds=1, block=4, quiet=True)
+    assert found.sentences()[1].startswith("dp2: rank 1 is slow: it works ")
+
+
+def test_a_layout_that_trains_another_loss_is_no_success():
+    found = command(Slow(wrong=True), ["lone", "dp2"], rounds=1, block=3, quiet=True)
+    assert not found.table()[1].is_same
+    assert found.exit_code == 1
+
+
+def test_a_refused_layout_does_not_stop_the_others():
+    found = command(Slow(), ["lone", "pp4:micro=4", "dp2"], rounds=1, block=2, quiet=True)
+    assert [row.layout for row in found.good] == ["lone", "dp2"]
+    assert "parts that run one after the other" in found.rows[1].error
+    assert found.exit_code == 1
+
+
+def test_worlds_may_be_made_one_at_a_time():
+    found = command(Slow(), ["lone", "dp2"], rounds=2, block=2, apart=True, quiet=True)
+    assert [len(row.times_s) for row in found.rows] == [2, 2]
+    assert found.exit_code == 0
