@@ -14,6 +14,7 @@ WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 
 demo: .venv/ready
 	$(BIN)/shoal train digits --layout dp2
+	$(BIN)/shoal bench digits --layouts lone,dp2 --rounds 3
 
 test: .venv/ready
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup

@@ -180,6 +180,7 @@ def bench(
         bool | None,
         typer.Option("--apart/--together", help="One world at a time; by default on a GPU, where memory is short."),
     ] = None,
+    watch: Annotated[bool, typer.Option("--watch/--no-watch", help="Say each turn and the time left.")] = True,
     run: Annotated[Path | None, typer.Option("--run", "--run-dir", help="Where bench.json and bench.csv go.")] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Ranks whose collectives are timed.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="Write the links that collectives found to this file.")] = None,
@@ -212,7 +213,7 @@ def bench(
             force=force,
             max_mib=max_mib,
             megatron=recompute_megatron,
-            quiet=as_json,
+            quiet=as_json or not watch,
         )
         folder = keep(report, run)
     told = report.as_dict()

@@ -36,10 +36,6 @@ CHOICES = {
     "sequence": (False, True),
 }
 MAX_COUNT = 2**20  # a degree beyond a million ranks is a slip of the finger
-AVAILABLE = (
-    *("pp", "dp", "fsdp", "tp", "micro", "schedule", "virtual", "split", "workers"),
-    *("recompute", "compile", "reshard", "zero", "offload", "sequence"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +101,22 @@ class Layout:
         return self.dp * self.fsdp
 
     @property
+    def num_parts(self) -> int:
+        """Parts of one rank's batch: micro-batches, one after the other, of replicas in threads, side by side."""
+        return self.micro * self.threads
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages of the whole model."""
         return self.pp * self.virtual
 
     def require_available(self) -> None:
         """Refuse what this version of shoal parses but cannot run yet."""
-        missing = [name for name in (*AXES, *OPTIONS) if name not in AVAILABLE and not _is_default(self, name)]
+        missing = [axis for axis in ("cp", "ep") if getattr(self, axis) > 1]
         if missing:
             raise LayoutError(
                 f"{self}: not available yet in this version: {', '.join(missing)}. "
-                "Available: lone, pp, dp, fsdp, tp and their products, with micro=, schedule=, virtual=, split=, "
-                "workers=, recompute=, compile=, reshard=, zero=, offload= and sequence=."
+                "Available: lone, pp, dp, fsdp, tp and their products, threads, and every option."
             )
 
 

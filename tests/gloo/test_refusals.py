@@ -539,7 +539,7 @@ def test_a_model_is_placed_once():
             place(model, world)
 
 
-@pytest.mark.parametrize("layout", ["cp2", "threads2", "dp4.ep2"])
+@pytest.mark.parametrize("layout", ["cp2", "dp4.ep2"])
 def test_what_this_version_cannot_run_is_said(layout):
     with World.open(layout, kind="fake") as world, pytest.raises(LayoutError, match="not available yet"):
         assemble(jobs.Points(), world, quiet=True)

@@ -132,19 +132,19 @@ def test_parsing_fills_every_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "data", "stages"),
+    ("text", "ranks", "data", "stages", "parts"),
     [
-        ("lone", 1, 1, 1),
-        ("dp4", 4, 4, 1),
-        ("pp2.dp3.fsdp4.cp5.tp7.ep6", 840, 12, 2),  # ep adds no ranks
-        ("threads8", 1, 1, 1),
-        ("pp4:virtual=2", 4, 1, 8),
-        ("pp4:schedule=zbv", 4, 1, 8),
+        ("lone", 1, 1, 1, 1),
+        ("dp4:micro=3", 4, 4, 1, 3),
+        ("pp2.dp3.fsdp4.cp5.tp7.ep6", 840, 12, 2, 1),  # ep adds no ranks
+        ("threads8", 1, 1, 1, 8),
+        ("pp4:virtual=2", 4, 1, 8, 1),
+        ("pp4:schedule=zbv", 4, 1, 8, 1),
     ],
 )
-def test_degrees_multiply(text: str, ranks: int, data: int, stages: int) -> None:
+def test_degrees_multiply(text: str, ranks: int, data: int, stages: int, parts: int) -> None:
     layout = Layout.parse(text)
-    assert (layout.num_ranks, layout.num_data, layout.num_stages) == (ranks, data, stages)
+    assert (layout.num_ranks, layout.num_data, layout.num_stages, layout.num_parts) == (ranks, data, stages, parts)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_layout_made_in_python_obeys_the_same_rules(values: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["lone", "dp8:micro=4", "lone:micro=2,workers=3", "pp2.dp3.fsdp4.tp5:micro=8,schedule=zbv"]
+    "text", ["lone", "dp8:micro=4", "lone:micro=2,workers=3", "pp2.dp3.fsdp4.tp5:micro=8,schedule=zbv", "threads2"]
 )
 def test_most_layouts_are_available(text: str) -> None:
     Layout.parse(text).require_available()
@@ -277,7 +277,7 @@ def test_most_layouts_are_available(text: str) -> None:
     ("text", "missing"),
     [
         ("pp2.cp2", "cp"),
-        ("threads2", "threads"),
+        ("dp4.cp2.ep2", "cp, ep"),
         ("dp2.ep2", "ep"),
     ],
 )
@@ -286,8 +286,7 @@ def test_what_this_version_cannot_run_yet_is_named(text: str, missing: str) -> N
         Layout.parse(text).require_available()
     assert str(caught.value) == (
         f"{text}: not available yet in this version: {missing}. Available: lone, pp, dp, fsdp, tp and their products, "
-        "with micro=, schedule=, virtual=, split=, workers=, recompute=, compile=, reshard=, zero=, offload= and "
-        "sequence=."
+        "threads, and every option."
     )
 
 

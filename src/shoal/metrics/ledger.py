@@ -16,6 +16,7 @@ class Ledger:
     global_batch: int
     num_data: int
     micro: int
+    threads: int
     tokens_per_step: int | None  # None: the inputs are no token ids
     steps_per_epoch: int | None  # None: the data has no length
     steps: int
@@ -28,6 +29,7 @@ class Ledger:
             global_batch=job.batch_size,
             num_data=world.num_data,
             micro=world.layout.micro,
+            threads=world.layout.threads,
             tokens_per_step=tokens_per_sample and tokens_per_sample * job.batch_size,
             steps_per_epoch=data.steps_per_epoch,
             steps=job.steps,
@@ -35,7 +37,8 @@ class Ledger:
         )
 
     def __str__(self) -> str:
-        parts = self.num_data * self.micro
+        parts = self.num_data * self.micro * self.threads
+        threads = f" x {self.threads} threads" if self.threads > 1 else ""
         low, high = self.global_batch // parts, -(-self.global_batch // parts)
         each = f"{low}" if low == high else f"{low} or {high}"
         tokens = f" ({show_count(self.tokens_per_step)} tokens)" if self.tokens_per_step else ""
@@ -43,7 +46,7 @@ class Ledger:
         epochs = f", {self.steps / self.steps_per_epoch:.3g} epochs" if self.steps_per_epoch else ""
         when = f"at step {self.step + 1}" if self.step else "at the start"
         return (
-            f"batch   {each} per micro-batch x {self.micro} accumulated x {self.num_data} data ranks"
+            f"batch   {each} per micro-batch x {self.micro} accumulated{threads} x {self.num_data} data ranks"
             f" = {self.global_batch} samples per step{tokens}\n"
             f"data    {epoch}; {self.steps} steps{epochs}\n"
             f"lr      {self.lr:g} {when}, as the job says for this global batch; no layout rescales it"

@@ -72,6 +72,9 @@ class Recorder:
         self._flops_per_sample = 0.0
         self._num_global = 0
         self._peak: Peak | None = None
+        # Replicas in threads share those of the process, of which the peak is; where there are fewer, each has one.
+        threads = world.layout.threads
+        self._num_devices = world.size * (threads if torch.get_num_threads() < threads else 1)
         self._probes = 0
         self._counted = torch.zeros((), dtype=torch.float64, device=world.device)
         self._samples = 0  # of all ranks, as long as `_counted`
@@ -167,7 +170,7 @@ class Recorder:
             values["perf/tokens_per_s"] = interval.per_second(tokens)
         values["perf/model_flops_per_s"] = rate = flops_per_sample * (values["perf/samples_per_s"] or 0.0)
         peak = self._peak.flops if self._peak else None
-        values["perf/mfu"] = mfu(rate, 1.0, self._world.size, peak)
+        values["perf/mfu"] = mfu(rate, 1.0, self._num_devices, peak)
         return {
             "train/loss": float(result.loss),
             "train/grad_norm": float(result.grad_norm),
@@ -196,7 +199,7 @@ class Recorder:
         if not flops:
             return
         self.note(f"flops   {show_count(flops)}FLOP in step 1: {CONVENTION}")
-        self.note(f"mfu     against {self._world.size} x {self._peak or 'n/a (no peak is known for this device)'}")
+        self.note(f"mfu     against {self._num_devices} x {self._peak or 'n/a (no peak is known for this device)'}")
         uncounted = self._flops.uncounted if self._flops else set()
         if uncounted:
             self.note(f"flops   not counted, no formula: {', '.join(sorted(uncounted)[:5])}")

@@ -10,10 +10,10 @@ _WORK = ("data", "compute", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Seconds of one rank in its steps.
+    """Seconds of one rank in a step.
 
     Attributes:
-        wall_s: from the end of the step before to the end of the last.
+        wall_s: from the end of the step before to the end of this one.
         data_s: waiting for batches.
         phases_s: in phases of the step: compute, update.
         waits_s: waiting for messages in a phase, by phase and axis.

@@ -32,6 +32,31 @@ class Scope:
         self.live = True
         self.names: list[str] = []
 
+    @property
+    def tracks(self) -> bool:
+        """Whether the running statistics are kept here: on every rank, but by one alone of those that share them."""
+        return True
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(N) of this rank -> (R, N) of all."""
+        gathered = own.new_empty(self.num_ranks, own.numel())
+        try:
+            # Into a list of rows: the one-tensor form was renamed between torch 2.9 and 2.13.
+            dist.all_gather(list(gathered), own, group=self.group)
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                error.add_note(
+                    "This rank waited in a BatchNorm for the statistics of the others. Is it in a branch that not "
+                    "every rank runs? A BatchNorm sees the global batch, so every rank must call it in every step: "
+                    "keep it out of the branch, or take GroupNorm or LayerNorm in there."
+                )
+            raise
+        return gathered
+
+    def add_up(self, own: Tensor) -> None:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(own, group=self.group)
+
     def release(self) -> None:
         """The world closes: from here on each rank is alone."""
         self.group, self.num_ranks = None, 1
@@ -62,7 +87,7 @@ class GlobalBatchNorm(_BatchNorm):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]  # untyped in torch
         count = _count(input) if self.scope.live else 0
-        moments = _merge(self._same_norm(_gather(_local_moments(input.detach(), count, self.index), self.scope)))
+        moments = _merge(self._same_norm(self.scope.gather(_local_moments(input.detach(), count, self.index))))
         # Whoever holds two values knows that the world does; only the others look, and wait for the device.
         num_values = 2 if count > 1 else int(moments.num_values)
         if num_values == 1:
@@ -98,7 +123,7 @@ class GlobalBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments, *, empty: bool) -> None:
-        if not self.track_running_stats or self.num_batches_tracked is None:
+        if not self.track_running_stats or self.num_batches_tracked is None or not self.scope.tracks:
             return
         self.num_batches_tracked.add_(1)
         if empty or self.running_mean is None or self.running_var is None:
@@ -134,7 +159,7 @@ _GLOBAL: dict[type[_BatchNorm], type[GlobalBatchNorm]] = {
 }
 
 
-def globalise_batch_norm(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
+def globalise_batch_norm(model: nn.Module, group: dist.ProcessGroup | Scope | None) -> list[str]:
     """Makes every BatchNorm of the model use the batch of the whole group, in place.
 
     Module objects, parameters, buffers and their names stay the user's; only the class of the norms changes.
@@ -143,7 +168,7 @@ def globalise_batch_norm(model: nn.Module, group: dist.ProcessGroup | None) -> l
     and reductions that overlap with backward come earlier on a rank that leaves a parameter unused.
 
     Args:
-        group: The ranks that share a batch; None where there is only this process.
+        group: The ranks that share a batch, or what takes their place; None where there is only this process.
 
     Returns:
         The names of the converted modules.
@@ -151,7 +176,7 @@ def globalise_batch_norm(model: nn.Module, group: dist.ProcessGroup | None) -> l
     Raises:
         JobError: A BatchNorm has a forward of its own, a process group of its own, or is still lazy.
     """
-    scope = Scope(group)
+    scope = group if isinstance(group, Scope) else Scope(group)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     refused = {name: why for name, norm in norms.items() if (why := _why_not(norm))}
     if refused and scope.num_ranks > 1:
@@ -242,23 +267,6 @@ def _local_moments(input: Tensor, count: int, index: int) -> Tensor:
     return torch.cat([mean, m2, mean.new_tensor([count, index])], out=moments)
 
 
-def _gather(moments: Tensor, scope: Scope) -> Tensor:
-    """(2C + 2) of this rank -> (R, 2C + 2) of all."""
-    gathered = moments.new_empty(scope.num_ranks, moments.numel())
-    try:
-        # Into a list of rows: the one-tensor form was renamed between torch 2.9 and 2.13.
-        dist.all_gather(list(gathered), moments, group=scope.group)
-    except RuntimeError as error:
-        if "imed out" in str(error):
-            error.add_note(
-                "This rank waited in a BatchNorm for the statistics of the others. Is it in a branch that not every "
-                "rank runs? A BatchNorm sees the global batch, so every rank must call it in every step: keep it out "
-                "of the branch, or take GroupNorm or LayerNorm in there."
-            )
-        raise
-    return gathered
-
-
 def _merge(gathered: Tensor) -> Moments:
     """Merges the ranks' [mean, M2, count]; every rank does the same sums in the same order, so bit-equal."""
     num_channels = gathered.shape[1] // 2
@@ -307,7 +315,7 @@ class _Normalise(torch.autograd.Function):
         grad_bias, grad_weight = sums.clone()
         grad_input = torch.zeros_like(input)
         if ctx.needs_input_grad[0]:
-            dist.all_reduce(sums, group=ctx.scope.group)
+            ctx.scope.add_up(sums)
         if ctx.needs_input_grad[0] and ctx.live:
             shift, slope = (_like_channels(s, input) for s in sums / num_values.clamp(min=1))
             scale = _like_channels(inv_std if weight is None else inv_std * weight, input)

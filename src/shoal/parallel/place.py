@@ -18,6 +18,7 @@ from shoal.parallel.parts import Part, cut, keep_parts, local_of, parts_of
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicate import DryReplica, Replica, check_no_hooks, check_replicable
 from shoal.parallel.tensor import Sample, Split, split_tensors
+from shoal.parallel.threads import Threads
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Placement:
     replica: Replica | DryReplica | None = None
     shards: "Shards | None" = None
     pipeline: "Pipeline | None" = None
+    threads: Threads | None = None
     model: nn.Module | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placement":
@@ -117,9 +119,11 @@ def place(
     if _KEY in model.__dict__:
         raise JobError("this model is placed already; place it once, and build a new one for another world.")
     check_replicable(model)
-    if world.size * world.layout.micro > 1:
+    if world.size * world.layout.num_parts > 1:
         check_no_hooks(model)
     placement = Placement(world, model=model)
+    if world.layout.threads > 1:
+        placement.threads = Threads(model, world)
     if world.layout.pp > 1:
         placement.pipeline = _survey(model, world, sample, stages, costs)
     _place_norms(model, world, placement, batch_norm)
@@ -158,6 +162,8 @@ def place(
         parts = _with_axes_of_holders(parts, world)
     keep_parts(model, parts)
     model.__dict__[_KEY] = placement  # not setattr: nothing of ours may look like a part of the module
+    if placement.threads is not None:
+        placement.threads.start()
     return model
 
 
@@ -227,7 +233,7 @@ def _place_blocks(model: nn.Module, world: World) -> None:
 
 
 def _place_norms(model: nn.Module, world: World, placement: Placement, batch_norm: Literal["global", "local"]) -> None:
-    norms = has_batch_norm(model)
+    norms, threads = has_batch_norm(model), placement.threads
     if norms and batch_norm == "global" and world.layout.micro > 1:
         raise LayoutError(
             f"micro={world.layout.micro} would split the batch of the BatchNorm {norms[0]!r} and change the training: "
@@ -236,8 +242,10 @@ def _place_norms(model: nn.Module, world: World, placement: Placement, batch_nor
         )
     if batch_norm == "local":
         placement.local_norms = norms
+        if threads is not None:
+            threads.local_norms = norms
         return
-    placement.global_norms = globalise_batch_norm(model, world.data_side_group)
+    placement.global_norms = globalise_batch_norm(model, world.data_side_group if threads is None else threads.scope)
     world.at_close(lambda: release_batch_norm(model))
 
 

@@ -101,6 +101,12 @@ class Run:
         check_replicas(self.model, self.world, result.step)
         if self.folder is not None:
             pack(self._state())  # the state of the optimizer exists now; what cannot be cut or stored is said
+        threads = placement_of(self.model).threads
+        if threads is not None and threads.takes_turns:
+            self.say(
+                "the forward draws random numbers, of which a process has one stream: the replicas run one after the "
+                f"other. Side by side: --layout dp{self.world.layout.threads}"
+            )
         if result.skipped:
             return
         without = check_first_step(before, self.model, self.optimizer, lrs)

@@ -25,7 +25,7 @@ def rounds(batch: RankBatch, world: World) -> list[tuple[Any, bool]]:
     of a pipeline, whose schedule is made for one number of micro-batches.
     """
     live = batch.num_samples > 0
-    most = world.layout.micro
+    most = world.layout.num_parts
     if world.layout.pp == 1:
         most = min(most, -(-batch.num_global // world.num_data))
     own = [(part, live) for part in batch.micro]
@@ -57,12 +57,16 @@ class Forward:
         self._job, self._model, self._world = job, model, world
         self._half = DTYPES[job.precision] if job.precision in ("bf16", "fp16") else None
 
-    def __call__(self, batch: Any) -> tuple[Any, Any, Sum]:
-        """Returns (output, batch on the device, loss); raises JobError for a loss that is no Sum."""
+    def __call__(self, batch: Any, replica: nn.Module | None = None) -> tuple[Any, Any, Sum]:
+        """Returns (output, batch on the device, loss); raises JobError for a loss that is no Sum.
+
+        Args:
+            replica: in the place of the model.
+        """
         batch = on_device(batch, self._job, self._world)
         with self.autocast():
             args, kwargs = call_of(self._job, batch)
-            output = self._model(*args, **kwargs)
+            output = (self._model if replica is None else replica)(*args, **kwargs)
         return output, batch, self.loss(output, batch)
 
     def through_stages(
@@ -109,7 +113,8 @@ class Forward:
             return Widened()
         if self._half is None:
             return contextlib.nullcontext()
-        return torch.autocast(self._world.device.type, self._half)
+        # Its cache of weights is one for all threads, and whoever is done first empties it.
+        return torch.autocast(self._world.device.type, self._half, cache_enabled=self._world.layout.threads == 1)
 
 
 def _checked(loss: object, job: str) -> Sum:

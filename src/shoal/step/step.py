@@ -10,9 +10,9 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.additive import check_additive
 from shoal.data import RankBatch
+from shoal.data.order import split_evenly
 from shoal.errors import JobError, NumericsError, WorldError
 from shoal.job import Job, Scheduler, Sum
 from shoal.parallel.clip import clip_factor, dense, grad_norm, scale_gradients
@@ -29,6 +30,8 @@ from shoal.parallel.place import placement_of
 from shoal.step.forward import Forward, rounds
 from shoal.step.seeds import seed_everything
 from shoal.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,10 @@ class StepResult:
     num_samples: int
     skipped: str = ""  # why the update was left out; empty when it was made
     stop: bool = False  # some rank was asked to end
+
+
+def _unwatched(phase: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def use_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -84,6 +91,7 @@ class Step:
         self._params = list(self._named.values())
         self._parts = parts_of(model)
         self._checked = False
+        self.phase: Callable[[str], contextlib.AbstractContextManager[None]] = _unwatched
         self.scaler = torch.amp.GradScaler(world.device.type) if job.precision == "fp16" else None
 
     def __call__(self, batch: RankBatch, *, stop: bool = False) -> StepResult:
@@ -100,8 +108,10 @@ class Step:
         # A step that may be skipped must leave no trace, in running statistics either.
         may_skip = self._job.nonfinite == "skip" or self.scaler is not None
         buffers = [buffer.clone() for buffer in self._model.buffers()] if may_skip else []
-        own, totals = self._forward_backward(batch, stop)
-        result = self._update(batch, own, totals)
+        with self.phase("compute"):
+            own, totals = self._forward_backward(batch, stop)
+        with self.phase("update"):
+            result = self._update(batch, own, totals)
         if result.skipped:
             self._put_back(buffers)
         return result
@@ -122,8 +132,9 @@ class Step:
         )
         totals, work = own, None
         parts = rounds(batch, self._world)
-        if self._placement.pipeline is not None:
-            self._through_stages(batch, parts, own, weight)
+        if self._placement.pipeline is not None or self._placement.threads is not None:
+            run = self._in_threads if self._placement.pipeline is None else self._through_stages
+            run(batch, parts, own, weight)
             totals, work = self._start_totals(own)
             parts = []
         for index, (part, live) in enumerate(parts):
@@ -168,17 +179,47 @@ class Step:
         )
         self._checked = True  # in the stages that have no output too
 
+    def _in_threads(self, batch: RankBatch, parts: Sequence[tuple[Any, bool]], own: Tensor, weight: float) -> None:
+        def part(replica: nn.Module, number: int) -> Sum:
+            output, moved, loss = self._forward(parts[number][0], replica)
+            if number == 0:
+                self._check_once(output, moved)
+            self._backward(loss.value * weight, batch)
+            return Sum(loss.value.detach(), loss.count)
+
+        with self._same_buffers():
+            for loss in self._each_in_a_thread(part, batch, len(parts)):
+                own[0] += loss.value
+                own[1] += loss.count
+
+    def _each_in_a_thread(self, part: Callable[[nn.Module, int], T], batch: RankBatch, num: int) -> list[T]:
+        """What `part` makes of each part of the batch, on a replica."""
+
+        def told(replica: nn.Module, number: int) -> T:
+            try:
+                return part(replica, number)
+            except Exception as error:
+                ids = batch.sample_ids[slice(*split_evenly(0, batch.num_samples, num, number))]
+                error.add_note(f"In replica {number + 1} of {num}, with the samples {', '.join(map(str, ids[:16]))}.")
+                raise
+
+        def seed(number: int) -> None:
+            seed_everything(self._job.seed, "step", batch.step, number)  # as the data rank of that number would
+
+        assert self._placement.threads is not None, "the layout has replicas in threads"
+        return self._placement.threads.run(told, num, seed)
+
     def _seed_stage(self, batch: RankBatch, number: int, stage: int) -> None:
         """The random stream of a micro-batch: one for what all stages compute, one for each stage's own."""
         seed_everything(self._job.seed, "step", batch.step, self._world.data_rank, "micro", number, stage)
 
     @contextlib.contextmanager
     def _same_buffers(self) -> Iterator[None]:
-        """Around the first forward of a run with micro-batches: a state that it moves would move once for each."""
-        if self._checked or self._world.layout.micro == 1:
+        """Around the first forward of a run with several parts: a state that it moves would move once for each."""
+        if self._checked or self._world.layout.num_parts == 1:
             yield
             return
-        inside = tuple(f"{name}." for name in self._placement.local_norms)
+        inside = tuple(f"{name}." for name in (*self._placement.local_norms, *self._placement.global_norms))
         before = {n: b.clone() for n, b in self._model.named_buffers() if not n.startswith(inside)}
         has_failed = False
         try:
@@ -194,9 +235,9 @@ class Step:
         for name, buffer in self._model.named_buffers():
             if name in before and not torch.equal(buffer, before[name]):
                 raise JobError(
-                    f"the forward changes the buffer {name}, once for every micro-batch, so "
-                    f"micro={self._world.layout.micro} would be another training. "
-                    "Drop micro=, or keep that state out of the forward."
+                    f"the forward changes the buffer {name}, once for every micro-batch or replica, so "
+                    f"{self._world.layout} would be another training. Drop micro= or the threads, or keep that state "
+                    "out of the forward."
                 )
 
     def _check_once(self, output: Any, batch: Any) -> None:
@@ -204,7 +245,7 @@ class Step:
         if self._checked:
             return
         self._checked = True
-        if self._world.num_data * self._world.layout.micro > 1:
+        if self._world.num_data * self._world.layout.num_parts > 1:
             what = f"{type(self._job).__name__}.loss()"
             check_additive(lambda o, b: {"loss": self._forward.loss(o, b)}, output, batch, what)
 
@@ -315,6 +356,12 @@ class Step:
         with self._placement.accumulate():
             if self._placement.pipeline is not None:
                 self._forward.through_stages(parts, lambda *made: made[-1].value, has_backward=True)
+            elif self._placement.threads is not None:
+                self._each_in_a_thread(
+                    lambda replica, number: self._forward(parts[number], replica)[2].value.backward(),  # type: ignore[no-untyped-call]
+                    batch,
+                    len(parts),
+                )
             else:
                 for part in parts:
                     self._forward(part)[2].value.backward()  # type: ignore[no-untyped-call]

@@ -156,7 +156,10 @@ class World:
         if world.device.type == "cpu":
             keep_freed_memory()
         if kind == "lone":
-            yield world
+            try:
+                yield world
+            finally:
+                world.opened.close()
             return
         with open_group(place, world.device, backend="fake" if kind == "fake" else backend, limits=limits) as opened:
             yield replace(world, opened=opened)

@@ -64,8 +64,10 @@ def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) 
     for turn in turns:
         world.barrier()
         if turn == 0:
-            losses += _stepped(run, steps, plan.warm_up)[1]
             peak = _peak(world, job)
+            # Replicas in threads share those of the process.
+            torch.set_num_threads(torch.get_num_threads() * world.layout.threads)
+            losses += _stepped(run, steps, plan.warm_up)[1]
         elif turn <= plan.rounds:
             step_s, seen = _stepped(run, steps, plan.block)
             times_s.append(step_s)
@@ -102,6 +104,8 @@ def _seen(
     spent, actions, cpu_s = _watched(run, steps, plan.watched)
     with metered(run) as found:
         next(steps)()
+    if world.layout.threads > 1:  # they are metered one after the other, and run side by side
+        found.peak_bytes["activations"] *= world.layout.threads
     ratio = found.flops.hardware / max(found.flops.model, 1)
     own = {
         "measured": RankMeasured(
@@ -118,13 +122,13 @@ def _seen(
     ranks = [RankMeasured.of(row["measured"]) for row in rows]
     schedule = Schedule.of(world, [row["actions"] for row in rows])
     for number, rank in enumerate(ranks if schedule.promised else ()):
-        bubble_s = plan.watched * schedule.idle_s(world.mesh.coordinate(number, "pp"))
+        bubble_s = schedule.idle_s(world.mesh.coordinate(number, "pp"))
         ranks[number] = replace(rank, spent=replace(rank.spent, bubble_s=bubble_s))
     return Measured(
         layout=str(world.layout),
         num_devices=world.size * world.layout.threads,
         batch_size=job.batch_size,
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads() // world.layout.threads,
         tokens_per_sample=run.ledger.tokens_per_step and run.ledger.tokens_per_step // job.batch_size,
         precision=job.precision,
         times_s=times_s,
@@ -161,13 +165,13 @@ def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     run.watch(lambda phase: contextlib.nullcontext())
     # DDP tells of the step before, from its second call on.
-    hidden_s = count * sum(hidden[2:]) / len(hidden[2:]) if len(hidden) > 2 else 0.0
+    hidden_s = sum(hidden[2:]) / len(hidden[2:]) if len(hidden) > 2 else 0.0
     axis = axis_of(tuple(world.mesh.group(world.rank, ("dp", "fsdp"))), world) if hidden_s else ""
     spent = Spent(
-        wall_s=wall_s,
-        data_s=data_s,
-        phases_s=dict(watch.phases),
-        waits_s=dict(watch.waits),
+        wall_s=wall_s / count,
+        data_s=data_s / count,
+        phases_s={name: s / count for name, s in watch.phases.items()},
+        waits_s={key: s / count for key, s in watch.waits.items()},
         hidden_s={axis: hidden_s} if hidden_s else {},
     )
     return spent, actions, cpu_s / count

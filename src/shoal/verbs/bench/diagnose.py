@@ -42,7 +42,8 @@ def _meaning(row: Measured, name: str, share: float) -> str:
     if name == "waiting":
         return f"waiting for the rank that comes last ({show_seconds(seconds)}): the ranks do not have equal work"
     if name == "update":
-        return f"the update ({show_seconds(seconds)}: norm, clipping, optimizer): zero=1 or fsdp share it among ranks"
+        share_it = ": zero=1 or fsdp share it among ranks" if row.layout.startswith("dp") else ""
+        return f"the update ({show_seconds(seconds)}: norm, clipping, optimizer){share_it}"
     axis = name.removeprefix("comm ")
     sent = max(rank.sent_bytes.get(axis, 0) for rank in row.ranks)
     advice = next((text for known, text in _ADVICE.items() if known in axis), "")

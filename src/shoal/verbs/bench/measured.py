@@ -16,7 +16,7 @@ class RankMeasured:
         peak_bytes: of tensors, by category, at the moment when their sum was largest.
         peak_gib: of the process (CPU) or of the device's allocator (GPU), since it began.
         sent_bytes: by axis.
-        cpu_s: of the process, on all its threads.
+        cpu_s: of the process, on all its threads, in the steps of `spent`.
     """
 
     spent: Spent

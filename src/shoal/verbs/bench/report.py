@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ class Row:
     Attributes:
         rate: tokens or samples per second, of all devices.
         speed_up, efficiency: S and E against the base; None where that was refused, S also in weak scaling.
+        utilisation: CPU time of the processes / (wall time x threads), a share of 1; None on other devices.
         shares: of the step's wall time, by where it goes; they add up to 1.
         sent_bytes: by axis, per step, of the rank that sends most.
         peak_bytes: of tensors, of the rank that holds most; `peak_gib` of its process or device.
@@ -42,6 +43,7 @@ class Row:
     efficiency: float | None
     mfu: float | None
     hfu: float | None
+    utilisation: float | None
     shares: Mapping[str, float]
     sent_bytes: Mapping[str, int]
     peak_bytes: int
@@ -116,6 +118,7 @@ class Report:
             ),
             mfu=mfu(row.model_flops, *used),
             hfu=hfu(row.hardware_flops, *used),
+            utilisation=_utilisation(row),
             shares=shares([rank.spent for rank in row.ranks]),
             sent_bytes={axis: max(rank.sent_bytes.get(axis, 0) for rank in row.ranks) for axis in axes},
             peak_bytes=sum(heaviest.peak_bytes.values()),
@@ -190,29 +193,33 @@ class Report:
         return "\n".join([*lines, *self.conventions()])
 
     def _main(self, rows: Sequence[Row]) -> list[list[str]]:
-        head = ["layout", "devices", "step, ms", f"{self.unit}/s", "S", "E", "MFU", "memory", "loss"]
-        return [
-            head,
-            *(
-                [
-                    row.layout,
-                    str(row.num_devices),
-                    f"{row.step_ms:.1f} ({row.step_ms_min:.1f} to {row.step_ms_max:.1f})",
-                    f"{row.rate:,.0f}",
-                    _ratio(row.speed_up),
-                    _ratio(row.efficiency),
-                    "n/a" if row.mfu is None else f"{row.mfu:.1%}",
-                    show_bytes(row.peak_bytes),
-                    _loss(row),
-                ]
-                for row in rows
-            ),
-        ]
+        recomputes = any(row.hfu != row.mfu for row in rows)
+        columns: dict[str, Callable[[Row], str]] = {
+            "layout": lambda row: row.layout,
+            "devices": lambda row: str(row.num_devices),
+            "step, ms": lambda row: f"{row.step_ms:.1f} ({row.step_ms_min:.1f} to {row.step_ms_max:.1f})",
+            f"{self.unit}/s": lambda row: f"{row.rate:,.0f}",
+            "S": lambda row: "" if row.speed_up is None else f"{row.speed_up:.2f}",
+            "E": lambda row: "" if row.efficiency is None else f"{row.efficiency:.2f}",
+            "MFU": lambda row: _percent(row.mfu),
+            **({"HFU": lambda row: _percent(row.hfu)} if recomputes else {}),
+            "device busy": lambda row: _percent(row.utilisation),
+            "memory": lambda row: show_bytes(row.peak_bytes),
+            "loss": _loss,
+        }
+        return [list(columns), *([show(row) for show in columns.values()] for row in rows)]
 
 
 def vars_of(row: Row) -> Mapping[str, Any]:
     """Its figures by name."""
     return {name: getattr(row, name) for name in Row.__dataclass_fields__}
+
+
+def _utilisation(row: Measured) -> float | None:
+    if not row.versions.get("device", "cpu").startswith("cpu"):
+        return None
+    threads = row.threads * row.num_devices / len(row.ranks)
+    return sum(rank.cpu_s / (rank.spent.wall_s * threads) for rank in row.ranks) / len(row.ranks)
 
 
 def _where(rows: Sequence[Row]) -> list[list[str]]:
@@ -245,8 +252,8 @@ def _shown(table: Sequence[Sequence[str]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{share:.1%}"
 
 
 def _loss(row: Row) -> str:

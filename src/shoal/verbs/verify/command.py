@@ -225,7 +225,7 @@ def _explain(
 
     first = report.findings[0]
     could_tell = first.row.step == 1 and first.row.kind in ("gradients", "loss")
-    shares = _shares(plan, layout, folder / "shares") if could_tell and layout.num_data * layout.micro > 1 else ()
+    shares = _shares(plan, layout, folder / "shares") if could_tell and layout.num_data * layout.num_parts > 1 else ()
     ours, theirs = pairs[first.training]
     found = diagnose(first.row, ours, theirs, shares)
     when = f"in step {first.row.step}, {first.training}" if first.row.step else "before the first step"

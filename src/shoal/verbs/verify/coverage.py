@@ -28,6 +28,7 @@ def uncovered(layout: Layout, reference: Recorded, found: Recorded, rows: Sequen
         _list("dropout, which was switched off", _united([*facts, *theirs], "silenced")),
         _list("random numbers that a forward draws, which differ between layouts", _united(facts, "draws")),
         *_left_out(rows),
+        "outputs of modules in all replicas but the first" if layout.threads > 1 else "",
         "compiled kernels: compile= was left out" if layout.compile != "none" else "",
         _list("steps without an update", [each["skipped"] for each in facts if each.get("skipped")]),
         f"what comes after step {max(reference.steps, default=0)}",

@@ -59,7 +59,7 @@ def write_shares(job: Job, world: World, folder: Path, layout: Layout) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     told: list[dict[str, Any]] = []
     for data_rank in range(layout.num_data):
-        batch = _first_batch(job, _Seat(data_rank, layout.num_data, world.device), layout.micro)
+        batch = _first_batch(job, _Seat(data_rank, layout.num_data, world.device), layout.num_parts)
         parts = batch.micro if batch.num_samples else ()
         for micro, part in enumerate(parts):
             seed_everything(job.seed, "step", 0, 0)

@@ -5,6 +5,7 @@ Collective, wherever it gathers: every rank of the world is there.
 """
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,8 @@ class Watch:
         self._handles: list[RemovableHandle] = [o.register_step_pre_hook(self._before_update) for o in optimizers]
         self._turns = Turns(model, world)
         self._outputs = _Outputs(model, _split(model, world), self._turns) if outputs else None
-        self._streams = Streams(model, self._turns, lambda: _in_training(model)) if streams else None
+        thread = threading.get_ident()
+        self._streams = Streams(model, self._turns, lambda: _in_training(model, thread)) if streams else None
         self._handles += self._streams.handles if self._streams is not None else []
         self._steps_with_outputs = outputs
 
@@ -167,9 +169,13 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward  # lists of modules are never called
 
 
-def _in_training(model: nn.Module) -> bool:
-    """In a forward that will be followed by a backward, not in one that a backward computes again."""
-    return model.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+def _in_training(model: nn.Module, thread: int) -> bool:
+    """In a forward that will be followed by a backward, not in one that a backward computes again.
+
+    Replicas in threads have the hooks of their master; what it does itself it does in the thread of the caller.
+    """
+    is_here = threading.get_ident() == thread
+    return is_here and model.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 class _Outputs:
@@ -177,6 +183,7 @@ class _Outputs:
 
     def __init__(self, model: nn.Module, parts: Mapping[str, Part], turns: Turns) -> None:
         self._model, self._parts, self._turns = model, parts, turns
+        self._thread = threading.get_ident()
         self._seen = _nothing()
         self._kept: dict[Any, tuple[Tensor, str]] = {}  # outputs that are handed upward are stored once
         self._calls: dict[tuple[str, str], int] = {}
@@ -201,7 +208,7 @@ class _Outputs:
         self._kept.clear()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if _in_training(self._model):
+        if _in_training(self._model, self._thread):
             self._turns.begin()
             self._calls, self._under_way = {}, []
             self._random = torch.default_generator.get_state()
@@ -249,7 +256,7 @@ class _Outputs:
         return None
 
     def _is_on(self) -> bool:
-        return self._turns.micro >= 0 and _in_training(self._model)
+        return self._turns.micro >= 0 and _in_training(self._model, self._thread)
 
     def _keep(self, key: str, output: Tensor, spans: list[list[int]]) -> None:
         self._seen.facts["calls"].append(key)
