@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from shoal import Job, Sum, mean_loss
 from shoal.models.gpt import Decoder
 from shoal.verbs.bench import command
+from shoal.verbs.plan import command as plan
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, VOCABULARY = 32, 2, 4, 16, 8, 256
 GPT = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "context": CONTEXT, "batch_size": BATCH}
@@ -215,3 +216,37 @@ def test_worlds_may_be_made_one_at_a_time():
     found = command(Slow(), ["lone", "dp2"], rounds=2, block=2, apart=True, quiet=True)
     assert [len(row.times_s) for row in found.rows] == [2, 2]
     assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_d175_a_rank_holds_and_sends_what_the_plan_says(precision, compared):
+    """Split by item. One process to the byte; elsewhere messages are there for a moment longer or shorter."""
+    fields = {**GPT, "precision": precision}
+    layouts = ["lone", "fsdp2", "fsdp4", "pp2:micro=2"]
+    found = command("gpt", layouts, fields=fields, rounds=1, block=2, quiet=True) if precision != "fp32" else compared
+    for row in found.rows:
+        planned = plan("gpt", row.layout, fields=fields, ranks="0").ranks[0]
+        held, said = dict(row.ranks[0].peak_bytes), dict(planned.peak_bytes)
+        for memory in (held, said):
+            memory["activations"] += memory.pop("inputs")
+        if row.layout == "lone":
+            assert held == said
+        else:  # when which message is there is the machine's to say
+            assert held["parameters"] == said["parameters"]
+            assert held["optimizer"] == pytest.approx(said["optimizer"], rel=1e-3)
+            assert sum(held.values()) == pytest.approx(sum(said.values()), rel=0.15)
+        small = sum(row.ranks[0].sent_bytes.values()) - sum(planned.sent_bytes.values())
+        assert 0 <= small <= 512, "what a plan leaves out are sums of a few numbers"
+
+
+def test_d161_d162_replicas_in_threads_are_held_against_those_in_processes():
+    """Time, traffic and memory of both, measured; the same loss."""
+    found = command("digits", ["lone", "threads2", "dp2"], rounds=1, block=3, quiet=True)
+    lone, threads, processes = found.rows
+    assert found.exit_code == 0
+    assert [row.num_devices for row in found.table()] == [1, 2, 2]
+    assert threads.ranks[0].sent_bytes == {}
+    assert processes.ranks[0].sent_bytes["dp"] > 0
+    assert len(threads.ranks) == 1  # all that threads hold, one process holds
+    assert sum(threads.ranks[0].peak_bytes.values()) > sum(processes.ranks[0].peak_bytes.values())
+    assert lone.ranks[0].peak_bytes["parameters"] == threads.ranks[0].peak_bytes["parameters"]
