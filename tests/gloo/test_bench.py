@@ -88,6 +88,14 @@ def test_pp_sends_what_crosses_the_cut_once_each_way_and_sums_the_table_that_is_
     assert sent(compared, "pp2:micro=2") == [{"pp": crossing + table + 2 * FLAGS + used + NORM + TOTALS}] * 2
 
 
+def test_what_is_sent_is_what_the_textbook_says_and_a_few_numbers(compared):
+    for row in compared.rows:
+        for rank in row.ranks:
+            assert set(rank.sent_bytes) - set(rank.formula_bytes) <= {"tp"}
+            for axis, said in rank.formula_bytes.items():
+                assert 0 <= rank.sent_bytes[axis] - said <= 512, (row.layout, axis)
+
+
 def test_memory_is_told_by_category_and_sharding_shows(compared):
     params, _, _, _ = sizes()
     rows = {row.layout: row.ranks for row in compared.rows}

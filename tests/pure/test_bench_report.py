@@ -30,7 +30,9 @@ def rank(*, compute=0.9, data=0.0, waits=(), bubble=0.0, wall=1.0, sent=(), upda
         waits_s=dict(waits),
         bubble_s=bubble,
     )
-    return RankMeasured(spent=spent, peak_bytes={"parameters": 10}, peak_gib=0.5, sent_bytes=dict(sent), cpu_s=0.9)
+    return RankMeasured(
+        spent=spent, peak_bytes={"parameters": 10}, peak_gib=0.5, sent_bytes=dict(sent), formula_bytes={}, cpu_s=0.9
+    )
 
 
 def measured(layout, devices, times, **changes):

@@ -35,6 +35,12 @@ class LateReduction:
         """The world is gone; so are the ranks to add up with."""
         self._shared = {}
 
+    def sent_bytes(self) -> int:
+        """Of gradients that this rank tells other stages of, in a step."""
+        rank, named = self._world.mesh.coordinate(self._world.rank, "pp"), dict(self._model.named_parameters())
+        times = {name: len(ranks) - 1 if rank == ranks[0] else 1 for name, ranks in self._shared.items()}
+        return sum(count * local_of(named[name]).nbytes for name, count in times.items())
+
     def settle(self) -> None:
         """After the last backward of a step; collective."""
         if self._world.kind != "real" and not is_dry():

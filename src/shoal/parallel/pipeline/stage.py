@@ -85,6 +85,16 @@ class Stage(_PipelineStageBase):
         for kept in (self._inbox, self._local, self._alive, self._leaving, self._halfway):
             kept.clear()  # of a step that failed
 
+    def sent_bytes(self) -> int:
+        """What it has sent to other ranks in the last step."""
+        here, plans = self.stage_index, [chunk.plan for chunk in self._chunks]
+        sent = 0
+        if not self.is_last and self._resolve_peer_global_rank(here + 1) != dist.get_rank():
+            sent += sum(message_bytes(plan.leaving(here)) for plan in plans)
+        if not self.is_first and self._resolve_peer_global_rank(here - 1) != dist.get_rank():
+            sent += sum(message_bytes(self._with_gradient(plan.entering(here))) for plan in plans)
+        return sent
+
     # -- messages ------------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -21,6 +21,7 @@ from shoal.parallel.place import placement_of
 from shoal.parallel.replicate import Replica
 from shoal.run import Run, assemble
 from shoal.run.metered import metered
+from shoal.verbs.bench.closed import closed_form
 from shoal.verbs.bench.measured import Measured, RankMeasured
 from shoal.verbs.bench.schedule import Actions, Schedule
 from shoal.world import World
@@ -113,6 +114,7 @@ def _seen(
             peak_bytes=found.peak_bytes,
             peak_gib=peak_memory_gib(world.device),
             sent_bytes=dict(found.sent_bytes),
+            formula_bytes=closed_form(run),
             cpu_s=cpu_s,
         ).as_dict(),
         "flops": [run.recorder.model_flops, run.recorder.model_flops * ratio],

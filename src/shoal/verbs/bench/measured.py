@@ -15,7 +15,7 @@ class RankMeasured:
     Attributes:
         peak_bytes: of tensors, by category, at the moment when their sum was largest.
         peak_gib: of the process (CPU) or of the device's allocator (GPU), since it began.
-        sent_bytes: by axis.
+        sent_bytes: by axis; `formula_bytes` what it should be by the textbook, sums of a few numbers left out.
         cpu_s: of the process, on all its threads, in the steps of `spent`.
     """
 
@@ -23,6 +23,7 @@ class RankMeasured:
     peak_bytes: Mapping[str, int]
     peak_gib: float
     sent_bytes: Mapping[str, int]
+    formula_bytes: Mapping[str, int]
     cpu_s: float
 
     def as_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Row:
         speed_up, efficiency: S and E against the base; None where that was refused, S also in weak scaling.
         utilisation: CPU time of the processes / (wall time x threads), a share of 1; None on other devices.
         shares: of the step's wall time, by where it goes; they add up to 1.
-        sent_bytes: by axis, per step, of the rank that sends most.
+        sent_bytes: by axis, per step, of the rank that sends most; `formula_bytes` by the textbook.
         peak_bytes: of tensors, of the rank that holds most; `peak_gib` of its process or device.
         loss_differs: the largest relative difference from the base in the first steps; None where batches differ.
     """
@@ -46,6 +46,7 @@ class Row:
     utilisation: float | None
     shares: Mapping[str, float]
     sent_bytes: Mapping[str, int]
+    formula_bytes: Mapping[str, int]
     peak_bytes: int
     peak_gib: float
     loss_differs: float | None
@@ -121,6 +122,7 @@ class Report:
             utilisation=_utilisation(row),
             shares=shares([rank.spent for rank in row.ranks]),
             sent_bytes={axis: max(rank.sent_bytes.get(axis, 0) for rank in row.ranks) for axis in axes},
+            formula_bytes={axis: max(rank.formula_bytes.get(axis, 0) for rank in row.ranks) for axis in axes},
             peak_bytes=sum(heaviest.peak_bytes.values()),
             peak_gib=max(rank.peak_gib for rank in row.ranks),
             loss_differs=differs,
@@ -156,7 +158,7 @@ class Report:
         for row in self.table():
             told = dict(vars_of(row))
             told |= {f"share {name}": share for name, share in told.pop("shares").items()}
-            told |= {f"sent_bytes {axis}": sent for axis, sent in told.pop("sent_bytes").items()}
+            told |= {f"{kind} {a}": n for kind in ("sent_bytes", "formula_bytes") for a, n in told.pop(kind).items()}
             flat.append(told)
         out = io.StringIO()
         writer = csv.DictWriter(out, list(dict.fromkeys(name for row in flat for name in row)), restval="")
@@ -228,9 +230,24 @@ def _where(rows: Sequence[Row]) -> list[list[str]]:
     axes = dict.fromkeys(axis for row in rows for axis in row.sent_bytes)
     shares_of = [[name, *(_share(row.shares.get(name)) for row in rows)] for name in ordered]
     sent = [
-        [f"sent on {a}", *(show_bytes(row.sent_bytes[a]) if a in row.sent_bytes else "" for row in rows)] for a in axes
+        [f"{name}{axis}", *(_size(of(row).get(axis)) for row in rows)]
+        for axis in axes
+        for name, of in (("sent on ", _sent), ("  by formula, ", _formula))
+        if any(axis in of(row) for row in rows)
     ]
     return [["where a step goes", *(row.layout for row in rows)], *shares_of, *sent]
+
+
+def _sent(row: Row) -> Mapping[str, int]:
+    return row.sent_bytes
+
+
+def _formula(row: Row) -> Mapping[str, int]:
+    return {axis: size for axis, size in row.formula_bytes.items() if size}
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else show_bytes(num_bytes)
 
 
 def _share(value: float | None) -> str:
