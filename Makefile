@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests wait for processes of theirs now and then: one worker more than cores.
 WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 
-.PHONY: demo test proof check bench clean
+.PHONY: demo test browser proof check bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -16,8 +16,14 @@ demo: .venv/ready
 	$(BIN)/shoal train digits --layout dp2
 	$(BIN)/shoal bench digits --layouts lone,dp2 --rounds 3
 
-test: .venv/ready
+test: .venv/ready browser
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup
+
+# The pages of `shoal report` are looked at in a browser; without one that test is skipped, with the reason.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && timeout 300 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; } \
+	>/dev/null 2>&1 || echo "no chromium here (apt-get install chromium): pages are not looked at in a browser" >&2
 
 # Every schedule in every product of pp, dp, fsdp and tp, and every cell of the generality matrix.
 proof: .venv/ready

@@ -62,6 +62,9 @@ def train(
     timeout_min: Annotated[float | None, typer.Option(help="Minutes that a collective may take.")] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Processes to start on this machine.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
+    trace: Annotated[
+        int | None, typer.Option(help="Steps to record on all ranks: RUN/trace/trace.json.gz, for ui.perfetto.dev.")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Weights to start from: a .safetensors or .pt file, a folder of them, a run.")
     ] = None,
@@ -90,6 +93,7 @@ def train(
         "timeout_min": timeout_min,
         "nproc_per_node": nproc_per_node,
         "tensorboard": tensorboard,
+        "trace": trace,
         "weights": weights,
         "preset": preset,
     }
@@ -195,7 +199,7 @@ def bench(
     from shoal.verbs.bench import answer, keep
 
     with _answer(as_json):
-        report = answer(
+        found = answer(
             what,
             layouts=layouts,
             scale=scale,
@@ -215,13 +219,38 @@ def bench(
             megatron=recompute_megatron,
             quiet=as_json or not watch,
         )
-        folder = keep(report, run)
-    told = report.as_dict()
+        folder = keep(found, run)
+        page = None if folder is None else _page(folder)
+    told = found.as_dict()
     if as_json:
-        _print_json({**told, **({} if folder is None else {"folder": folder})})
+        _print_json({**told, "folder": folder, "page": page})
     else:
-        typer.echo(f"{report}" + (f"\nfiles: {folder}" if folder is not None else ""))
+        typer.echo(f"{found}" + (f"\nfiles   {folder}\npage    {page}" if folder is not None else ""))
     raise typer.Exit(told["exit_code"])
+
+
+def _page(folder: Path) -> str:
+    """The page of what was measured, or why there is none; the figures are kept either way."""
+    from shoal.verbs.report import ReportError, write_page
+
+    try:
+        return str(write_page([folder]))
+    except ReportError as error:
+        return f"none: {error}"
+
+
+@app.command(no_args_is_help=True)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of benchmarks.")],
+    to: Annotated[Path | None, typer.Option("--to", help="The file; by default report.html in the first.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one page of runs and benchmarks: charts, tables and the mesh, in one file that needs nothing else."""
+    from shoal.verbs.report import write_page
+
+    with _answer(as_json):
+        file = write_page(runs, to)
+    _print_json({"exit_code": 0, "file": str(file)}) if as_json else typer.echo(str(file))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

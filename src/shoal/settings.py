@@ -46,6 +46,7 @@ class TrainSettings(BaseModel):
     threads: int | None = Field(default=None, ge=1, le=1024)
     nproc_per_node: int | None = Field(default=None, ge=1)
     tensorboard: bool = False
+    trace: int | None = Field(default=None, ge=1)
     weights: str | None = None
     preset: str | None = None
     set: dict[str, str] = Field(default_factory=dict)

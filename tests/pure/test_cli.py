@@ -121,6 +121,8 @@ def test_every_verb_that_prints_a_result_can_print_json(cli: Cli, verb: list[str
         (["train", "digits", "--set", "width"], "SettingsError: --set: 'width' is no job field"),
         (["train", "digits", "--steps", "0"], "SettingsError: --steps: steps is 0; it must be at least 1."),
         (["train", "digits", "--keep", "0"], "SettingsError: --keep: keep is 0; it must be at least 1."),
+        (["train", "digits", "--trace", "0"], "SettingsError: --trace: trace is 0; it must be at least 1."),
+        (["train", "digits", "--trace", "-2"], "SettingsError: --trace: trace is -2; it must be at least 1."),
         (["train", "digits", "--layout", "pd2"], "LayoutError"),
         (["train", "digits", "--layout", "cp2"], "LayoutError: cp2: not available yet in this version: cp."),
         (["train", "digits", "--layout", "dp2", "--nproc-per-node", "3"], "shoal train digits --layout dp2"),
@@ -168,7 +170,7 @@ def test_flags_reach_the_verb(cli: Cli, trained: Seen) -> None:
     words = (
         "train jobs/mine.py:Mine --layout dp2:micro=2 --set lr=3e-4 --set width=8 --steps 7 --run here --resume "
         "auto --save-every 5 --log-every 2 --keep 4 --device cpu --threads 1 --timeout-min 2 "
-        "--nproc-per-node 2 --tensorboard"
+        "--nproc-per-node 2 --tensorboard --trace 3"
     )
     assert cli(*words.split()).code == 0
     assert trained.positional[0] == "jobs/mine.py:Mine"
@@ -186,6 +188,7 @@ def test_flags_reach_the_verb(cli: Cli, trained: Seen) -> None:
         timeout_min=2,
         nproc_per_node=2,
         tensorboard=True,
+        trace=3,
     )
     assert trained.settings.origin["save_every"] == "--save-every"
 

@@ -176,6 +176,7 @@ def test_the_table_shows_each_value_with_its_origin(tmp_path: Path) -> None:
         "threads         -      default",
         "nproc-per-node  -      default",
         "tensorboard     false  default",
+        "trace           -      default",
         "weights         -      default",
         "preset          -      default",
         "set.lr          1      run.toml",

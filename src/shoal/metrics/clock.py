@@ -18,7 +18,7 @@ class Interval:
 
     @property
     def step_time_s(self) -> float:
-        return self.seconds / self.steps
+        return self.seconds / self.steps if self.steps else float("nan")
 
     @property
     def data_wait(self) -> float:
@@ -69,8 +69,7 @@ class StepClock:
         self._tokens += tokens
 
     def take(self) -> Interval:
-        """What happened since the last `take`; at least one step must have ended."""
-        assert self._steps, "an interval without a step has no step time"
+        """What happened since the last `take`."""
         interval = Interval(
             steps=self._steps,
             seconds=self._now() - self._since,

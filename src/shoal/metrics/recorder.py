@@ -36,6 +36,7 @@ _RANK_KEYS = (
     "perf/model_flops",
     "mem/peak_gib",
 )
+_TIMED = ("step_time_s", "samples_per_s", "tokens_per_s", "data_wait", "data_wait_mean", "model_flops_per_s", "mfu")
 
 
 class Recorder:
@@ -83,6 +84,8 @@ class Recorder:
         self._early: list[str] = []  # what is said before the display exists
         self._progress: Progress | None = None
         self._closed = False
+        self._is_counted = True  # the last step
+        self.leaves_out = False  # the time of steps that are not as usual, such as traced ones
         self._events: EventWriter | None = None
 
     @property
@@ -111,7 +114,7 @@ class Recorder:
 
     def waiting_for_data(self) -> contextlib.AbstractContextManager[None]:
         """Around fetching the next batch."""
-        return self._clock.waiting()
+        return self._clock.paused() if self.leaves_out else self._clock.waiting()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Around work that belongs to no step."""
@@ -120,18 +123,22 @@ class Recorder:
     @contextlib.contextmanager
     def step(self, batch: RankBatch) -> Iterator[None]:
         """Around one step; the first one is counted in FLOPs."""
-        if self._flops is None:
-            with count_flops() as self._flops:
+        self._is_counted = not self.leaves_out
+        with contextlib.nullcontext() if self._is_counted else self._clock.paused():
+            if self._flops is None:
+                with count_flops() as self._flops:
+                    yield
+                self._num_global = batch.num_global
+            else:
                 yield
-            self._num_global = batch.num_global
-        else:
-            yield
-        self._clock.end_step(samples=batch.num_samples)
+        if self._is_counted:
+            self._clock.end_step(samples=batch.num_samples)
 
     def log(self, result: StepResult) -> None:
         """Take a step's result; read, reduce, write and show it where it is due."""
-        self._counted += result.count
-        self._samples += result.num_samples
+        if self._is_counted:
+            self._counted += result.count
+            self._samples += result.num_samples
         first = self._first is None
         self._first = result.step if self._first is None else self._first
         ends = result.step >= self._job.steps or result.stop
@@ -171,6 +178,8 @@ class Recorder:
         values["perf/model_flops_per_s"] = rate = flops_per_sample * (values["perf/samples_per_s"] or 0.0)
         peak = self._peak.flops if self._peak else None
         values["perf/mfu"] = mfu(rate, 1.0, self._num_devices, peak)
+        if not interval.steps:  # all of them were left out
+            values |= {key: None for name in _TIMED if (key := f"perf/{name}") in values}
         return {
             "train/loss": float(result.loss),
             "train/grad_norm": float(result.grad_norm),

@@ -49,6 +49,10 @@ ALL = "all"
 _FEW_BYTES = 256
 
 
+def _unmarked(what: str, axis: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Watch:
     """Seconds of this rank.
 
@@ -56,12 +60,20 @@ class Watch:
         phases: by phase of the step: compute (forward and backward), update (norm, clipping, optimizer).
         waits: those of them in which it stood still for a message, by phase and axis. A sum of a few numbers takes no
             time to send: who waits for one waits for the rank that comes last, and its axis is `ALL`.
+
+    Args:
+        around: what is put around each message that is asked for (`call`, its axis) or waited for (`wait`, as above).
     """
 
-    def __init__(self, world: World, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        world: World,
+        now: Callable[[], float] = time.perf_counter,
+        around: Callable[[str, str], contextlib.AbstractContextManager[Any]] = _unmarked,
+    ) -> None:
         self.phases: defaultdict[str, float] = defaultdict(float)
         self.waits: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._world, self._now = world, now
+        self._world, self._now, self._around = world, now, around
         self._phase = ""
         self._on_the_way: dict[int, str] = {}  # works by id: the axis that they are on
         self._axes: dict[tuple[int, ...], str] = {}
@@ -98,9 +110,11 @@ class Watch:
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            work = method(group, *args, **kwargs)
+            axis = self._axis(group)
+            with self._around("call", axis):
+                work = method(group, *args, **kwargs)
             few = sum(tensor.nbytes for tensor in _tensors(args)) <= _FEW_BYTES
-            self._on_the_way[id(work)] = ALL if few else self._axis(group)
+            self._on_the_way[id(work)] = ALL if few else axis
             return work
 
         return noted
@@ -108,11 +122,11 @@ class Watch:
     def _timing(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
         def timed(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            began = self._now()
+            began, axis = self._now(), self._on_the_way.pop(id(work), "")
             try:
-                return wait(work, *args, **kwargs)
+                with self._around("wait", axis) if axis else contextlib.nullcontext():
+                    return wait(work, *args, **kwargs)
             finally:
-                axis = self._on_the_way.pop(id(work), "")
                 if self._phase and axis:
                     self.waits[self._phase, axis] += self._now() - began
 

@@ -102,7 +102,7 @@ class Replica:
         if not self._seen_output:
             self._seen_output = True
             check_output(output)
-            with _native_silence():
+            with native_silence():
                 return self._prepared(self._ddp, output)
         return self._prepared(self._ddp, output)
 
@@ -178,8 +178,12 @@ class DryReplica:
 
 
 @contextlib.contextmanager
-def _native_silence() -> Iterator[None]:
-    """For the first forward: the reducer warns natively that it looks for unused parameters, which it is told to do."""
+def native_silence() -> Iterator[None]:
+    """Within: what torch's C++ writes to stderr is lost.
+
+    In the first forward, the reducer's warning that it looks for unused parameters, which it is told to do; where the
+    profiler begins and ends, its notes of that.
+    """
     kept = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)

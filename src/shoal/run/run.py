@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ from shoal.parallel.zero import OwnedStates
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
 
+if TYPE_CHECKING:
+    from shoal.run.tracing import Tracing
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 _TIMED_STEP = 3  # of a process: the first ones are slow
 
 
@@ -55,6 +59,7 @@ class Run:
     _saved: int | None = field(default=None, repr=False)
     _steps_here: int = field(default=0, repr=False)  # of this process
     _inside: bool = field(default=False, repr=False)  # of a step: still True after one that raised
+    _tracing: "Tracing | None" = field(default=None, repr=False)
 
     def steps(self) -> Iterator[Callable[[], StepResult]]:
         """The steps that are left; call each one. Ends early, on all ranks together, after SIGTERM."""
@@ -67,7 +72,9 @@ class Run:
                         "gone on without this one: a run cannot leave a step out. Let the error end the run, and "
                         "resume from its checkpoint; a loss that is not finite is skipped with nonfinite='skip'."
                     )
-                with self.recorder.waiting_for_data():
+                if self._tracing is not None:
+                    self._tracing.before(self.step)
+                with self.recorder.waiting_for_data(), self._marked("data"):
                     batch = next(batches)
                 yield lambda batch=batch: self._one(batch, stop_asked.is_set())  # type: ignore[misc]
 
@@ -78,7 +85,7 @@ class Run:
             self.world.agree({"the samples of the first global batch of the stream": batch.digest})
         before = fingerprints(self.model) if first else {}
         lrs = self._learning_rates() if first else {}
-        with self.recorder.step(batch):
+        with self.recorder.step(batch), self._marked(f"step {batch.step + 1}"):
             result = self._engine(batch, stop=stop)
         self.step = result.step
         self.stopped = result.stop
@@ -86,6 +93,8 @@ class Run:
             self._check_first(before, result, lrs)
         self._inside = False
         self._steps_here += 1
+        if self._tracing is not None:
+            self._tracing.after(self.step, ends=self.stopped)
         pipeline = placement_of(self.model).pipeline
         if pipeline is not None and self._steps_here == _TIMED_STEP and self.world.kind == "real":
             from shoal.run.schedule import picture_schedule  # what draws, others need not load
@@ -116,10 +125,29 @@ class Run:
                 f"process: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}"
             )
 
-    def watch(self, phase: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+    def watch(self, phase: Phase) -> Phase:
         """From now on, put `phase("compute")` around forward and backward of a step and `phase("update")` around the
-        rest of it."""
-        self._engine.phase = phase
+        rest of it; returns what was there before."""
+        before, self._engine.phase = self._engine.phase, phase
+        return before
+
+    def trace(self, num_steps: int) -> None:
+        """Record steps that are to come into `trace/trace.json.gz` of the run's folder, one file for all ranks.
+
+        Args:
+            num_steps: from the third of this process on; of a run that is shorter, the last ones.
+
+        Raises:
+            WorldError: there is nothing to record, or nowhere to write it to.
+        """
+        from shoal.run.tracing import Tracing  # the profiler, which other runs need not load
+
+        if self._tracing is not None:
+            self._tracing.abandon()
+        self._tracing = Tracing(self, num_steps)
+
+    def _marked(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._tracing is None else self._tracing.mark(name)
 
     def log(self, result: StepResult) -> None:
         """Record a step; figures are read and shown on logged steps only, by rank 0."""
@@ -201,12 +229,16 @@ class Run:
         self.recorder.picture()
         for line in text.splitlines():
             self.recorder.note(line)
+        if self._tracing is not None and self._tracing.told:
+            self.recorder.note(self._tracing.told)
         if self.folder is not None:
             state = "stopped on request" if self.stopped else "done"
             self.recorder.note(f"{state} at step {self.step}; everything is in {self.folder.path}")
 
     def close(self) -> None:
         """Wait for what is still being written."""
+        if self._tracing is not None:
+            self._tracing.abandon()
         if self._writer is not None:
             self._writer.close(hurry=self._inside)  # after a step that failed, other ranks may be gone
             self._tell_of_saves()

@@ -10,12 +10,15 @@ from shoal.run import Run, assemble
 from shoal.world import World
 
 
-def run_job(job: Job, world: World, *, folder: Path, facts: dict[str, Any], **options: Any) -> Run:
+def run_job(
+    job: Job, world: World, *, folder: Path, facts: dict[str, Any], trace: int | None = None, **options: Any
+) -> Run:
     """Train a job on an open world to its last step, or until it is asked to stop.
 
     Args:
         folder: the run's folder.
         facts: what run.json keeps besides (settings and their origin).
+        trace: steps to record.
         options: `resume`, `save_every`, `log_every`, `keep`, `tensorboard`, `quiet` of `assemble`.
 
     Raises:
@@ -27,6 +30,8 @@ def run_job(job: Job, world: World, *, folder: Path, facts: dict[str, Any], **op
         is_done = run.step == run.job.steps
         _say_where_it_begins(run, options.get("resume", "never"))
         run.describe(facts)
+        if trace is not None:
+            run.trace(trace)
         for step in run.steps():
             result = step()
             run.log(result)

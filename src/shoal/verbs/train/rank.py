@@ -37,6 +37,7 @@ def train_here(
                 world,
                 folder=folder,
                 facts={"settings": settings.rows()},
+                trace=values.trace,
                 resume=values.resume,
                 save_every=values.save_every,
                 log_every=values.log_every,

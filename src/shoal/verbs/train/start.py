@@ -46,7 +46,7 @@ def train(job: "Job | str", layout: Layout | str | None = None, **settings: Any)
         job: a Job, or its name as on the command line.
         layout: by default data parallelism over the processes there are: one, without a launcher.
         settings: as the flags of `shoal train`: steps, run, resume, save_every, log_every, keep, device, threads,
-            timeout_min, tensorboard, set={"lr": "3e-4"}.
+            timeout_min, tensorboard, trace, set={"lr": "3e-4"}.
 
     Raises:
         ShoalError: what a person can mend, before any process starts.

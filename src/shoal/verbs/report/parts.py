@@ -1,0 +1,94 @@
+"""A page as data: sections of words, tables and figures. How they look is the template's business alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeGuard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What lies inside an <svg>, in units that are pixels at full size.
+
+    Attributes:
+        least: pixels of width below which it scrolls rather than shrinks.
+    """
+
+    width: float
+    height: float
+    body: str
+    least: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """A paragraph; `loud` where nobody may miss it."""
+
+    kind: ClassVar[str] = "words"
+    text: str
+    loud: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """A list of sentences."""
+
+    kind: ClassVar[str] = "points"
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells as text; the first column names the row. `folded` until somebody asks; `prose` where cells are words."""
+
+    kind: ClassVar[str] = "table"
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+    prose: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A drawing, its finding in words, and its numbers."""
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    drawing: Drawing
+    finding: str
+    table: Table | None = None
+    wide: bool = False
+
+
+Part = Words | Points | Table | Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Shown only where it has parts."""
+
+    title: str
+    parts: Sequence[Part] = field(default_factory=list)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """A figure that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def shown(value: object, form: str = ".4g") -> str:
+    """A figure, or what is there instead of one."""
+    if is_finite(value):
+        return format(value, form)
+    return "n/a" if value is None else str(value)
+
+
+def rows_of(told: Mapping[str, Any], names: Sequence[str], form: str) -> list[str]:
+    """Cells of some figures, empty where there is none."""
+    return [shown(told[name], form) if name in told else "" for name in names]
+
+
+def several(number: int, what: str) -> str:
+    """`2 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
