@@ -17,7 +17,7 @@ demo: .venv/ready
 	$(BIN)/shoal bench digits --layouts lone,dp2 --rounds 3
 
 test: .venv/ready browser
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup
+	$(BIN)/pytest --numprocesses $(WORKERS)
 
 # The pages of `shoal report` are looked at in a browser; without one that test is skipped, with the reason.
 browser:

@@ -77,7 +77,7 @@ def by_hand(make: Callable[[], Step], num_ranks: int) -> Arm:
     return Arm(num_ranks, opened)
 
 
-def compare(arms: dict[str, Arm], *, rounds: int, warm_up: int) -> Times:
+def compare(arms: dict[str, Arm], *, rounds: int, warm_up: int, block: int = BLOCK) -> Times:
     """A block of every arm in each round, another one first in each."""
     prepare()
     names, turns = list(arms), Turns(len(arms), rounds + 1)
@@ -89,7 +89,7 @@ def compare(arms: dict[str, Arm], *, rounds: int, warm_up: int) -> Times:
             own = _own(place, at, firsts[at], arms[names[at]].num_ranks)
             counted = (turn for turn, _ in turns.taken(at)) if own.rank == 0 else iter(range(rounds + 1))
             with arms[names[at]].open(own) as step:
-                times = _take(step, counted, warm_up)
+                times = _take(step, counted, warm_up, block)
             if own.rank == 0:
                 (Path(folder) / f"{at}.json").write_text(json.dumps(times))
 
@@ -110,20 +110,20 @@ def _own(place: Place, at: int, first: int, size: int) -> Place:
     return replace(place, **there, rendezvous=f"{place.rendezvous}-{at}", source="shoal" if size > 1 else "lone")
 
 
-def _take(step: Step, turns: Iterator[int], warm_up: int) -> dict[str, list[float]]:
+def _take(step: Step, turns: Iterator[int], warm_up: int, block: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"wall": [], "CPU": []}
     for turn in turns:
         if dist.is_initialized():
             dist.barrier()
         began, cpu_began = time.perf_counter(), time.process_time()
-        for _ in range(BLOCK if turn else warm_up):
+        for _ in range(block if turn else warm_up):
             step()
         wall_s, cpu_s = time.perf_counter() - began, torch.tensor(time.process_time() - cpu_began)
         if dist.is_initialized():
             dist.all_reduce(cpu_s)
         if turn:
-            times["wall"].append(wall_s / BLOCK)
-            times["CPU"].append(float(cpu_s) / BLOCK)
+            times["wall"].append(wall_s / block)
+            times["CPU"].append(float(cpu_s) / block)
     return times
 
 

@@ -1,6 +1,12 @@
-"""The order of the tests: the longest begin first, so that no worker is left with one when all others are done."""
+"""The order of the tests: the longest begin first, so that no worker is left with one when all others are done.
+
+Tests that read what a dear fixture has made run on one worker. (xdist's own mark for that, `xdist_group`, is not seen
+under pytest 9.2.)
+"""
 
 from pathlib import Path
+
+import pytest
 
 LONGEST = (
     "test_everything_that_the_readme_shows_runs_in_order",
@@ -10,6 +16,7 @@ LONGEST = (
     "test_a_planted_mistake_is_caught_and_explained",
 )
 ROOMS = ("gloo", "fake", "pure", "gpu")
+TOGETHER = ("gloo/test_pipeline_resume.py", "gloo/test_bench.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -17,7 +24,21 @@ def pytest_collection_modifyitems(items):
     rooms = {room: place for place, room in enumerate(ROOMS)}
 
     def place(item):
-        room = Path(item.path).parent.name
-        return names.get(item.originalname, len(names)), rooms.get(room, len(rooms))
+        path = Path(item.path)
+        is_one = path.as_posix().endswith(TOGETHER)  # all of a file, or its fixtures would be made again
+        rank = 1 if is_one else names.get(item.originalname, len(names))
+        return rank, rooms.get(path.parent.name, len(rooms)), str(path) if is_one else ""
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(TOGETHER) else nodeid
+
+    return Together(config, log)

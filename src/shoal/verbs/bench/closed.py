@@ -4,8 +4,8 @@
     fsdp    every block gathered for its forward and for its backward, the rest once; gradients scattered: (n-1)/n each
     pp      what crosses the cut forward, and its gradients back; a weight in two stages, once each way
 
-Sums of a few numbers (the loss, the norm, which parameters were used) are left out, and so is tp: what it sums depends on
-the model's layers, and `shoal plan` tells it.
+Sums of a few numbers (the loss, the norm, which parameters were used) are left out, and so is tp: what it sums depends
+on the model's layers, and `shoal plan` tells it.
 """
 
 from collections.abc import Iterable
