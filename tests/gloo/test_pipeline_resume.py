@@ -15,7 +15,6 @@ from shoal.layout import Layout
 from shoal.run import assemble
 from shoal.world import Place, World
 
-
 LAYOUTS = ["lone", "fsdp2", "dp2.tp2", "pp2:micro=2", "pp2.fsdp2:micro=4,schedule=zbv", "pp2.dp2:micro=4,virtual=2"]
 STEP = 2
 
