@@ -324,6 +324,54 @@ def checkpoint_ls(
     raise typer.Exit(0 if rows and all(row["state"] == "good" for row in rows) else 1)
 
 
+@checkpoint.command("verify")
+def checkpoint_verify(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one checkpoint of it.")],
+    as_json: Json = False,
+) -> None:
+    """Read every byte, and tell what is wrong, by file and tensor."""
+    from shoal.verbs.checkpoint import verified
+
+    with _answer(as_json):
+        result = verified(source)
+    _finish(result, as_json)
+
+
+@checkpoint.command("diff")
+def checkpoint_diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run's folder, or one checkpoint of it.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints, whatever layouts saved them: job, step, and each tensor; exit 1 where they differ."""
+    from shoal.verbs.checkpoint import difference
+
+    with _answer(as_json):
+        result = difference(first, second)
+    _finish(result, as_json)
+
+
+@checkpoint.command("gc")
+def checkpoint_gc(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    keep: Annotated[int, typer.Option(help="Good checkpoints to keep, the newest.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete old checkpoints, and what killed writers left; never while a run writes there."""
+    from shoal.verbs.checkpoint import make_room
+
+    with _answer(as_json):
+        result = make_room(source, keep, dry_run=dry_run)
+    _finish(result, as_json)
+
+
+def _finish(result: dict[str, Any], as_json: bool) -> None:
+    told = {name: value for name, value in result.items() if name != "text"}
+    _print_json(told) if as_json else typer.echo(result["text"])
+    raise typer.Exit(result["exit_code"])
+
+
 @contextlib.contextmanager
 def _answer(as_json: bool) -> Iterator[None]:
     """With --json, stdout holds one JSON value, after a mistake too; what a job prints meanwhile goes to stderr."""

@@ -158,7 +158,20 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("verb", ["train", "launch", "test", "checkpoint export", "checkpoint ls"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "train",
+        "bench",
+        "launch",
+        "test",
+        "checkpoint export",
+        "checkpoint ls",
+        "checkpoint verify",
+        "checkpoint diff",
+        "checkpoint gc",
+    ],
+)
 def test_the_flags_of_the_table_are_those_of_the_verb(verb: str) -> None:
     shown = {row[0].strip("`") for row in table(COMMAND_LINE, f"shoal {verb}")}
     helped = subprocess.run(

@@ -151,15 +151,19 @@ class FolderLock:
             self._descriptor = -1
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Half-written and half-deleted checkpoints of writers that were killed."""
+    found = (path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete what dead writers left; only for the holder of the lock, since then nobody else is writing."""
-    for path in folder.iterdir():
-        if path.is_symlink() or not path.is_dir():
-            continue
-        if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name.endswith(".old") and step_in(path.name) is not None:
-            _settle(path)
+    for path in leftovers(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    for found in list_checkpoints(folder):
+        if found.is_replaced and found.path.is_dir() and not found.path.is_symlink():
+            _settle(found.path)
 
 
 def _settle(aside: Path) -> None:
