@@ -36,6 +36,12 @@ JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="digits, gpt, jobs/mine.py, jobs/mine.py:Mine, module:Mine")
 ]
 Preset = Annotated[str | None, typer.Option(help="Values that the job sets together: gpt3-175b; --set is stronger.")]
+Nnodes = Annotated[str | None, typer.Option(help="Machines that start together, each with this command.")]
+NodeRank = Annotated[int | None, typer.Option(help="Which of them this is; 0 is where all meet.")]
+MasterAddr = Annotated[str | None, typer.Option(help="An address of node 0 that all can reach.")]
+MasterPort = Annotated[int | None, typer.Option(help="A port there that is free; 29500.")]
+RdzvEndpoint = Annotated[str | None, typer.Option(help="Both in one, HOST:PORT.")]
+RdzvId = Annotated[str | None, typer.Option(help="A name for the run; machines of another one are refused.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -71,6 +77,12 @@ def train(
     init: Annotated[
         str | None, typer.Option(help="by-name: no rank ever holds the whole model; short for --set init=by-name.")
     ] = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
     seed: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: Json = False,
 ) -> None:
@@ -97,12 +109,21 @@ def train(
         "weights": weights,
         "preset": preset,
     }
+    from shoal.launch.nodes import Nodes
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.train import command
 
     with _answer(as_json):
         settings = resolve(TrainSettings, config=config, environment=environment("SHOAL_"), flags=flags)
-        done = command(job, settings, quiet=as_json)
+        nodes = Nodes.of(
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_id=rdzv_id,
+        )
+        done = command(job, settings, quiet=as_json, nodes=nodes)
     if as_json and done.speaks:
         _print_json({f.name: getattr(done, f.name) for f in fields(done) if f.name != "speaks"})
     raise typer.Exit(done.exit_code)
@@ -261,17 +282,46 @@ def launch(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="One file per process goes here.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per process; by default cores / processes.")] = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    rdzv_backend: Annotated[str | None, typer.Option(help="As for torchrun; all of them mean the same here.")] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", help="This machine alone, as by default.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="0: a script that fails is not started again.")] = 0,
+    use_env: Annotated[bool, typer.Option("--use-env", help="As always: LOCAL_RANK is in the environment.")] = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print the exit code and the failures as JSON, and not what the script prints."),
     ] = False,
 ) -> None:
-    """Start any plain distributed script, unchanged, on this machine."""
+    """Start any plain distributed script, unchanged: on this machine, or on several that each run this command."""
+    from shoal.launch.nodes import Nodes, check_words
     from shoal.verbs.launch import as_dict, command
 
     with _answer(as_json):
+        for word in check_words(rdzv_backend=rdzv_backend, max_restarts=max_restarts, use_env=use_env):
+            typer.echo(word, err=True)
+        nodes = Nodes.of(
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_id=rdzv_id,
+            standalone=standalone,
+        )
         outcome = command(
-            script, args or [], nproc_per_node, module=module, log_dir=log_dir, threads=threads, quiet=as_json
+            script,
+            args or [],
+            nproc_per_node,
+            module=module,
+            log_dir=log_dir,
+            threads=threads,
+            quiet=as_json,
+            nodes=nodes,
         )
     if as_json:
         _print_json(as_dict(outcome))

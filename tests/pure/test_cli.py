@@ -329,7 +329,7 @@ def test_json_is_all_that_stdout_holds(cli: Cli, trained: Seen, monkeypatch: pyt
     done = cli("train", "digits", "--json")
     assert json.loads(done.out) == {"exit_code": 0, "folder": "runs/x", "figures": {"train/loss": 0.5}, "error": ""}
     assert done.err == "a job that prints\n"
-    assert trained.named == {"quiet": True}
+    assert trained.named == {"quiet": True, "nodes": None}
 
 
 def test_a_mistake_is_json_too(cli: Cli) -> None:

@@ -12,15 +12,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
 from shoal.errors import LaunchError
+from shoal.launch.crew import Crew, concluded
 from shoal.launch.fork import fork_quietly
 from shoal.launch.machine import default_threads, has_accelerator, num_cores, num_memory_kills
+from shoal.launch.muster import meet, same_everywhere
 from shoal.launch.named import Named, name_of, spec
+from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import Outcome
 from shoal.launch.output import Show
 from shoal.launch.rank import Seat, Work, end_forked, run, take_forked_seat
@@ -46,6 +49,8 @@ def start(
     grace_s: float = 30.0,
     fresh: bool = False,
     screen: Screen = to_stderr,
+    nodes: Nodes | None = None,
+    alike: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run `work(place)` in `num_ranks` processes on this machine, and return when all have ended.
 
@@ -62,11 +67,13 @@ def start(
         fresh: new interpreters instead of forks, for CUDA. `work` must then be importable, or a functools.partial
             of an importable function with keyword arguments that JSON holds.
         screen: where the failure screen and notes go.
+        nodes: the machines that start together; by default this one alone.
+        alike: files by name that must be the same on each of them.
 
     Raises:
         LaunchError: nothing can be started so, and why.
     """
-    with _private_folder() as private:
+    with _private_folder() as private, _met(nodes, num_ranks, alike or {}) as crew:
         plan = _Plan(
             work=work,
             num_ranks=num_ranks,
@@ -75,10 +82,28 @@ def start(
             private=private,
             show=show,
             fresh=fresh,
-            rendezvous=f"file://{private / 'rendezvous'}",
-            variables=ranks_variables,
+            rendezvous=f"file://{private / 'rendezvous'}" if crew is None else "env://",
+            variables=ranks_variables if crew is None else _variables(crew),
+            crew=crew,
         )
         return _launch(plan, grace_s=grace_s, screen=screen)
+
+
+@contextlib.contextmanager
+def _met(nodes: Nodes | None, num_ranks: int, alike: Mapping[str, str]) -> Iterator[Crew | None]:
+    """With the parents on the other machines, if there are any; the store is on node 0."""
+    if nodes is None:
+        yield None
+        return
+    import_needed()  # before the store's process is forked, or that one imports torch a second time
+    with contextlib.ExitStack() as stack:
+        store = functools.partial(stack.enter_context, meeting_point(nodes.address))
+        yield stack.enter_context(meet(nodes, num_ranks, same_everywhere(alike), store))
+
+
+def _variables(crew: Crew) -> Callable[[Place], dict[str, str]]:
+    address, port, run_id = crew.nodes.address, crew.post.port, crew.nodes.run_id
+    return lambda place: torchrun_variables(place, port, run_id, address)
 
 
 def run_script(
@@ -93,6 +118,7 @@ def run_script(
     grace_s: float = 30.0,
     fresh: bool | None = None,
     screen: Screen = to_stderr,
+    nodes: Nodes | None = None,
 ) -> Outcome:
     """Run a plain distributed script, unchanged, in `num_ranks` processes on this machine.
 
@@ -111,6 +137,10 @@ def run_script(
     work = functools.partial(run_as_main, target=str(script), arguments=list(args), is_module=module)
     run_id = uuid.uuid4().hex[:12]
     fresh = has_accelerator() if fresh is None else fresh
+    if nodes is not None:
+        alike = {} if module else {Path(script).name: str(script)}
+        options = {"threads": threads, "log_dir": log_dir, "show": show, "fresh": fresh, "screen": screen}
+        return start(work, num_ranks, grace_s=grace_s, nodes=nodes, alike=alike, **options)  # type: ignore[arg-type]
     if not fresh:
         import_needed()  # before the store's process is forked, or that one imports torch a second time
     with _private_folder() as private, meeting_point() as port:
@@ -139,6 +169,7 @@ class _Plan:
     fresh: bool
     rendezvous: str
     variables: Callable[[Place], dict[str, str]]
+    crew: Crew | None = None
     ranks: list[Rank] = field(default_factory=list)
 
     def check(self) -> None:
@@ -158,11 +189,14 @@ class _Plan:
             check_may_fork()
 
     def seat(self, rank: int, reports: int, threads: int) -> Seat:
+        post = self.crew.post if self.crew is not None else None
         place = Place(
-            rank=rank,
-            size=self.num_ranks,
+            rank=rank + (post.first if post else 0),
+            size=post.size if post else self.num_ranks,
             local_rank=rank,
             local_size=self.num_ranks,
+            node=self.crew.nodes.rank if self.crew else 0,
+            num_nodes=self.crew.nodes.num if self.crew else 1,
             rendezvous=self.rendezvous,
             source="shoal",
         )
@@ -171,7 +205,7 @@ class _Plan:
             threads=threads,
             parent=os.getpid(),
             reports=reports,
-            log=(self.log_dir or self.private).resolve() / f"rank_{rank}.log",
+            log=(self.log_dir or self.private).resolve() / f"rank_{place.rank}.log",
             show=self.show,
             set_variables=self.variables(place) | {"OMP_NUM_THREADS": str(threads)},
             drop_variables=leftovers(os.environ),
@@ -195,6 +229,8 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
                 if asked:
                     break  # Ctrl-C while ranks are still being made
                 plan.ranks.append(_begin(plan, rank, threads, named))
+            if plan.crew is not None:
+                plan.crew.watch(functools.partial(plan.crew.pull, asked))
             supervise(plan.ranks, asked, grace_s=grace_s)
         finally:
             end_all(plan.ranks)
@@ -202,11 +238,14 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
         plan.ranks,
         began=began,
         now=time.monotonic(),
-        asked=asked,
+        asked=asked if plan.crew is None or not plan.crew.pulled else [],
         num_memory_kills=num_memory_kills() - kills,
         keep_logs=plan.log_dir is not None,
     )
-    _tell(outcome, plan.num_ranks, asked, screen)
+    if plan.crew is not None:
+        outcome = concluded(plan.crew, outcome)
+        asked = [] if plan.crew.pulled else asked
+    _tell(outcome, plan.crew.post.size if plan.crew else plan.num_ranks, asked, screen)
     return outcome
 
 
@@ -250,7 +289,8 @@ def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
         if named is not None:
             pid, poll = _begin_fresh(seat, named)
         else:
-            closing = (read_end, *(earlier.reports for earlier in plan.ranks))
+            others = plan.crew.fds() if plan.crew is not None else ()
+            closing = (read_end, *(earlier.reports for earlier in plan.ranks), *others)
             pid, poll = _fork(plan.work, seat, closing)
     except BaseException:
         os.close(read_end)
@@ -259,7 +299,7 @@ def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
         os.close(write_end)
     os.set_blocking(read_end, False)
     return Rank(
-        rank=rank,
+        rank=seat.place.rank,
         pid=pid,
         poll=poll,
         reports=read_end,

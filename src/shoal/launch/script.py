@@ -45,16 +45,16 @@ def ranks_variables(place: Place) -> dict[str, str]:
     }
 
 
-def torchrun_variables(place: Place, port: int, run_id: str) -> dict[str, str]:
-    """The environment that torchrun gives on one machine; the store is ours, so no rank opens one."""
+def torchrun_variables(place: Place, port: int, run_id: str, address: str = LOOPBACK) -> dict[str, str]:
+    """The environment that torchrun gives; the store is ours, so no rank opens one."""
     return ranks_variables(place) | {
-        "GROUP_RANK": "0",
-        "NODE_RANK": "0",
+        "GROUP_RANK": str(place.node),
+        "NODE_RANK": str(place.node),
         "ROLE_RANK": str(place.rank),
         "ROLE_NAME": "default",
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
         "ROLE_WORLD_SIZE": str(place.size),
-        "MASTER_ADDR": LOOPBACK,
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -123,13 +123,13 @@ def _keep_groups() -> None:
 
 
 @contextlib.contextmanager
-def meeting_point() -> Iterator[int]:
-    """The port of a store that answers until the end, in a small process of its own.
+def meeting_point(address: str = LOOPBACK) -> Iterator[int]:
+    """The port of a store that answers at an address until the end, in a small process of its own.
 
     The socket is ours from the start, so nobody can take the port in between. In this process the store's threads
     would be there when ranks are forked, also those of another run: a rank that inherits a lock from them hangs.
     """
-    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+    with socket.create_server((address, 0), backlog=1024) as listener:
         port: int = listener.getsockname()[1]
         host = multiprocessing.get_context("fork").Process(target=_serve, args=(listener, port, os.getpid()))
         fork_quietly(host)

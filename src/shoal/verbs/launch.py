@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launch import Outcome, run_script
+from shoal.launch.nodes import Nodes
 
 
 def command(
@@ -16,8 +17,9 @@ def command(
     log_dir: Path | None = None,
     threads: int | None = None,
     quiet: bool = False,
+    nodes: Nodes | None = None,
 ) -> Outcome:
-    """Start the script in `num_ranks` processes on this machine, and see to its end."""
+    """Start the script in `num_ranks` processes on this machine, with those of other machines, and see to its end."""
     # The first -- ends our options, as in any command; the script does not see it.
     passed_on = args[1:] if args[:1] == ["--"] else args
     return run_script(
@@ -28,6 +30,7 @@ def command(
         log_dir=log_dir,
         threads=threads,
         show="none" if quiet else "rank0",
+        nodes=nodes,
     )
 
 

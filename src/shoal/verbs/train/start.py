@@ -22,6 +22,7 @@ from shoal.world import Place, before_torch
 
 if TYPE_CHECKING:
     from shoal.job import Job
+    from shoal.launch.nodes import Nodes
 
 MISTAKE = 2  # of the user's: the message says what to do
 STOPPED = 143  # 128 + SIGTERM: ended on request, with a checkpoint of the last step
@@ -64,13 +65,19 @@ def train(job: "Job | str", layout: Layout | str | None = None, **settings: Any)
 
 
 def command(
-    job: "Job | str", settings: Settings[TrainSettings], *, quiet: bool = False, fresh: bool | None = None
+    job: "Job | str",
+    settings: Settings[TrainSettings],
+    *,
+    quiet: bool = False,
+    fresh: bool | None = None,
+    nodes: "Nodes | None" = None,
 ) -> Trained:
     """`shoal train`: join the world that a launcher made, or make one here.
 
     Args:
         quiet: show nothing but failures.
         fresh: start new interpreters instead of forks; by default where the device is a GPU.
+        nodes: the machines that start together, each with this command.
     """
     if settings.values.preset is not None:
         from shoal.job import preset_of
@@ -78,7 +85,9 @@ def command(
         settings = with_preset(settings, preset_of(job, settings.values.preset))
     place = Place.find()
     joins = place.size > 1 or place.source == "torchrun"
-    layout, origin = _layout(settings, place if joins else None, _spelled(job))
+    if joins and nodes is not None:
+        raise WorldError(f"{place.source} has started the processes already, on all nodes: leave --nnodes out.")
+    layout, origin = _layout(settings, place if joins else None, _spelled(job), nodes)
     layout.require_available()
     settings = replace(
         settings,
@@ -89,7 +98,7 @@ def command(
     run_folder, is_refused = _RunFolder(job, settings.values), False
     try:
         if not joins and layout.num_ranks > 1:
-            done = _start(job, settings, run_folder.choose, quiet=quiet, fresh=fresh)
+            done = _start(job, settings, run_folder.choose, quiet=quiet, fresh=fresh, nodes=nodes)
             is_refused = done.exit_code == MISTAKE
             return done
         with _ended_by_sigterm():
@@ -115,6 +124,7 @@ def _start(
     *,
     quiet: bool,
     fresh: bool | None,
+    nodes: "Nodes | None",
 ) -> Trained:
     """Make the world here. What can be wrong with the job is found in this process, before there are others."""
     from shoal.launch import start
@@ -128,7 +138,9 @@ def _start(
 
         built = build(job, values)
         told = _by_name(job, built, values) if fresh else built
-        folder = choose_folder()
+        is_first = nodes is None or nodes.rank == 0  # the folder is that of rank 0, wherever its file system is
+        folder = choose_folder() if is_first else Path("runs")
+        num_ranks = Layout.parse(values.layout).num_ranks
         outcome = start(
             functools.partial(
                 started,
@@ -138,11 +150,13 @@ def _start(
                 folder=str(folder),
                 quiet=quiet,
             ),
-            Layout.parse(values.layout).num_ranks,
+            num_ranks if nodes is None else values.nproc_per_node or num_ranks // nodes.num,
             threads=values.threads,
-            log_dir=folder / "logs",
+            log_dir=folder / "logs" if is_first else None,
             show="none" if quiet else "rank0",
             fresh=fresh,
+            nodes=nodes,
+            alike=_code_of(job),
         )
     error = f"rank {outcome.failures[0].rank}: {outcome.failures[0].error}" if outcome.failures else ""
     return replace(_done(outcome.exit_code, folder), error=error)
@@ -190,9 +204,26 @@ def _one_thread(layout: str) -> Iterator[None]:
         sys.modules["torch"].set_num_threads(before)
 
 
-def _layout(settings: Settings[TrainSettings], there: Place | None, job: str) -> tuple[Layout, str]:
+def _code_of(job: "Job | str") -> dict[str, str]:
+    """The job's file, by name: it must be the same on every machine."""
+    path = job.rpartition(":")[0] or job if isinstance(job, str) else ""
+    return {Path(path).name: path} if path.endswith(".py") else {}
+
+
+def _layout(
+    settings: Settings[TrainSettings], there: Place | None, job: str, nodes: "Nodes | None"
+) -> tuple[Layout, str]:
     """The layout that runs, and who said so; without one, data parallelism over the processes there are."""
     values, origin = settings.values, settings.origin
+    if nodes is not None:
+        layout = Layout(dp=nodes.num * (values.nproc_per_node or 1))
+        layout = layout if origin["layout"] == "default" else Layout.parse(values.layout)
+        if layout.num_ranks % nodes.num and values.nproc_per_node is None:
+            raise WorldError(
+                f"{layout} has {layout.num_ranks} ranks on {nodes.num} nodes: say on each how many it starts, "
+                "--nproc-per-node."
+            )
+        return layout, origin["layout"]
     if there is not None and values.nproc_per_node not in (None, there.local_size):
         raise WorldError(
             f"{origin['nproc_per_node']} says {values.nproc_per_node} processes, but {there.source} has started "

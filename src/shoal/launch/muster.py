@@ -1,0 +1,193 @@
+"""The parents of one run, one on each machine, meet before any rank starts: the world that was asked for, or none.
+
+node 1  hello: 4 ranks, shoal 0.1, torch 2.13, train.py 3fa1.. ──►  node 0: all there? all alike?
+node 0  "you are ranks 4 to 7 of 8; the store is at a:41723"   ──►  each starts its ranks
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+from shoal.errors import LaunchError
+from shoal.launch.crew import Crew, Line, Post
+from shoal.launch.nodes import Nodes, secret
+
+MEET_S = 30.0  # in which all must have come
+
+
+@contextlib.contextmanager
+def meet(nodes: Nodes, num_ranks: int, facts: Mapping[str, Any], open_store: Callable[[], int]) -> Iterator[Crew]:
+    """All machines of the run, or none: within 30 s each has come, with the same code and versions.
+
+    Args:
+        num_ranks: that this machine will start.
+        facts: what must be the same on each machine, by name.
+        open_store: called on node 0 when all are there; returns the port.
+
+    Raises:
+        LaunchError: who is missing, who is there twice, what differs and where.
+    """
+    key = hashlib.sha256(f"{nodes.run_id}\0{secret()}".encode()).digest()
+    hello = {"node": nodes.rank, "num": nodes.num, "ranks": num_ranks, "host": socket.gethostname(), "facts": facts}
+    meeting = _host(nodes, hello, key, open_store) if nodes.rank == 0 else _join(nodes, hello, key)
+    for line in meeting.lines.values():
+        line.connection.setblocking(False)
+    try:
+        yield meeting
+    finally:
+        meeting.close()
+
+
+def _host(nodes: Nodes, own: dict[str, Any], key: bytes, open_store: Callable[[], int]) -> Crew:
+    deadline = time.monotonic() + MEET_S
+    lines: dict[int, Line] = {}
+    hellos = {0: own}
+    with _listener(nodes) as listener:
+        try:
+            while len(hellos) < nodes.num:
+                node, line, hello = _welcome(listener, nodes, key, hellos, deadline)
+                lines[node], hellos[node] = line, hello
+            check_alike(hellos)
+        except LaunchError as error:
+            for line in lines.values():
+                line.tell({"refused": str(error)})
+                line.close()
+            raise
+    counts = [hellos[node]["ranks"] for node in range(nodes.num)]
+    port, hosts = open_store(), [hellos[node]["host"] for node in range(nodes.num)]
+    posts = [Post(first=sum(counts[:node]), size=sum(counts), port=port, hosts=hosts) for node in range(nodes.num)]
+    for node, line in lines.items():
+        line.tell({"post": vars(posts[node])})
+    return Crew(nodes, posts[0], lines)
+
+
+def _listener(nodes: Nodes) -> socket.socket:
+    try:
+        return socket.create_server((nodes.address, nodes.port), backlog=nodes.num)
+    except OSError as error:
+        raise LaunchError(
+            f"node 0 cannot listen at {nodes.address}:{nodes.port} ({error.strerror}). --master-addr must be an "
+            "address of this machine, and the port free: another run may have it."
+        ) from None
+
+
+def _welcome(
+    listener: socket.socket, nodes: Nodes, key: bytes, hellos: Mapping[int, dict[str, Any]], deadline: float
+) -> tuple[int, Line, dict[str, Any]]:
+    """The next machine of this run; strangers are sent away and do not count."""
+    while True:
+        absent = sorted(set(range(nodes.num)) - set(hellos))
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise LaunchError(
+                f"{len(hellos)} of {nodes.num} nodes came to {nodes.address}:{nodes.port} in {MEET_S:.0f} s. Missing: "
+                f"node {', '.join(map(str, absent))}. Start shoal there too, with the same --nnodes and address."
+            ) from None
+        connection.settimeout(5.0)
+        line = Line(connection, key)
+        try:
+            hello = _first_words(line)
+        except (LaunchError, ValueError, KeyError):
+            line.tell({"refused": "this run has another id or secret (--rdzv-id, SHOAL_SECRET)"})
+            line.close()
+            continue
+        if hello["num"] != nodes.num or hello["node"] not in absent:
+            line.tell({"refused": _why_not(hello, nodes, hellos)})
+            line.close()
+            raise LaunchError(_why_not(hello, nodes, hellos))
+        return int(hello["node"]), line, hello
+
+
+def _why_not(hello: Mapping[str, Any], nodes: Nodes, hellos: Mapping[int, dict[str, Any]]) -> str:
+    if hello["num"] != nodes.num:
+        return f"{hello['host']} says --nnodes {hello['num']}, and node 0 says {nodes.num}."
+    other = hellos.get(hello["node"], {}).get("host", "nobody")
+    return (
+        f"node {hello['node']} is there twice: on {other} and on {hello['host']}. Each machine needs a --node-rank of "
+        "its own."
+    )
+
+
+def check_alike(hellos: Mapping[int, dict[str, Any]]) -> None:
+    """Refuse machines that would run something else than node 0.
+
+    Raises:
+        LaunchError: naming the fact, both hosts, and what each has.
+    """
+    first = hellos[0]
+    for node in sorted(hellos):
+        for name in dict.fromkeys((*first["facts"], *hellos[node]["facts"])):
+            ours, theirs = (hello["facts"].get(name, "nothing") for hello in (first, hellos[node]))
+            if ours != theirs:
+                raise LaunchError(
+                    f"{name} differs: {ours} on node 0 ({first['host']}), {theirs} on node {node} "
+                    f"({hellos[node]['host']}). All machines must run the same."
+                )
+
+
+def _first_words(line: Line) -> dict[str, Any]:
+    while True:
+        try:
+            messages = line.listen()
+        except TimeoutError:
+            messages = None
+        if messages is None:
+            raise LaunchError("nothing was said")
+        for told in messages:
+            return told
+
+
+def _join(nodes: Nodes, own: dict[str, Any], key: bytes) -> Crew:
+    deadline = time.monotonic() + MEET_S
+    line = Line(_reach(nodes, deadline), key)
+    line.connection.settimeout(MEET_S + 5.0)
+    line.tell(own)
+    try:
+        told = _first_words(line)
+        why = str(told.get("refused", "it says nothing")) if "post" not in told else ""
+    except (LaunchError, ValueError) as error:
+        told, why = {}, str(error)
+    if why:
+        line.close()
+        raise LaunchError(f"node 0 at {nodes.address}:{nodes.port} refuses this machine: {why}")
+    return Crew(nodes, Post(**told["post"]), {0: line})
+
+
+def _reach(nodes: Nodes, deadline: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((nodes.address, nodes.port), timeout=2.0)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"node 0 cannot be reached at {nodes.address}:{nodes.port} within {MEET_S:.0f} s "
+                    f"({error.strerror or error}). Is it started, is the address right from here, does a firewall let "
+                    "the port through?"
+                ) from None
+            time.sleep(0.2)
+
+
+def same_everywhere(files: Mapping[str, str]) -> dict[str, Any]:
+    """Versions, and hashes of files by the name that people know them by."""
+    found: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}
+    found |= {package: _version(package) for package in ("shoal", "torch")}
+    for name, path in files.items():
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = hashlib.sha256(file.read()).hexdigest()[:16]
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,187 @@
+"""Machines that start together: exactly those that were asked for, all alike, or none, with the reason."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch import crew as crew_room
+from shoal.launch import muster
+from shoal.launch.crew import first_cause
+from shoal.launch.muster import check_alike, meet
+from shoal.launch.nodes import Nodes, check_words
+
+FACTS = {"shoal": "1", "torch": "2.13.0", "train.py": "3fa1"}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Machine(threading.Thread):
+    """A parent: what it learns when it meets the others, or why it does not."""
+
+    def __init__(self, nodes, *, ranks=2, facts=FACTS, ending=None):
+        super().__init__(daemon=True)
+        self.nodes, self.ranks, self.facts, self.ending = nodes, ranks, facts, ending
+        self.post = self.error = self.final = None
+        self.told = threading.Event()
+        self.start()
+
+    def run(self):
+        try:
+            with meet(self.nodes, self.ranks, self.facts, lambda: 4321) as crew:
+                self.post, self.crew = crew.post, crew
+                crew.watch(self.told.set)
+                if self.ending is not None:
+                    self.final = crew.conclude(self.ending)
+                else:
+                    self.told.wait(20)
+        except LaunchError as error:
+            self.error = str(error)
+
+
+def machines(num, **changes):
+    port = free_port()
+    all_nodes = [Nodes(num=num, rank=rank, port=port) for rank in range(num)]
+    found = [Machine(nodes, **changes.get(f"of_{nodes.rank}", {})) for nodes in all_nodes]
+    for machine in found:
+        machine.join(25)
+    return found
+
+
+WELL = {"exit_code": 0}
+
+
+def test_each_machine_learns_its_ranks_also_where_they_have_different_numbers_of_devices():
+    found = machines(3, of_0={"ranks": 4, "ending": WELL}, of_1={"ranks": 1, "ending": WELL}, of_2={"ending": WELL})
+    assert [(m.post.first, m.post.size, m.post.port) for m in found] == [(0, 7, 4321), (4, 7, 4321), (5, 7, 4321)]
+    assert all(machine.final["exit_code"] == 0 for machine in found)
+
+
+def test_who_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(muster, "MEET_S", 0.5)
+    machine = Machine(Nodes(num=3, rank=0, port=free_port()))
+    machine.join(10)
+    assert "1 of 3 nodes came" in machine.error
+    assert "Missing: node 1, 2" in machine.error
+    alone = Machine(Nodes(num=2, rank=1, port=free_port()))
+    alone.join(10)
+    assert "node 0 cannot be reached" in alone.error
+
+
+def test_two_machines_of_one_number_and_another_number_of_machines_are_refused():
+    port = free_port()
+    first = Machine(Nodes(num=3, rank=0, port=port))
+    others = [Machine(Nodes(num=3, rank=1, port=port)) for _ in range(2)]
+    for machine in (first, *others):
+        machine.join(10)
+    assert "node 1 is there twice" in first.error
+    assert any("node 1 is there twice" in machine.error for machine in others)
+    first, second = Machine(Nodes(num=2, rank=0, port=(port := free_port()))), Machine(Nodes(num=4, rank=1, port=port))
+    first.join(10)
+    second.join(10)
+    assert "says --nnodes 4, and node 0 says 2" in first.error
+    assert "says --nnodes 4" in second.error
+
+
+def test_other_code_or_versions_are_refused_by_name_and_host():
+    other = {**FACTS, "train.py": "77aa"}
+    found = machines(2, of_1={"facts": other})
+    assert all("train.py differs: 3fa1 on node 0" in machine.error for machine in found)
+    with pytest.raises(LaunchError, match=r"torch differs: 2.13.0 on node 0 \(a\), 2.12.0 on node 1 \(b\)"):
+        check_alike({0: {"host": "a", "facts": FACTS}, 1: {"host": "b", "facts": {**FACTS, "torch": "2.12.0"}}})
+
+
+def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch):
+    """Another run at the same place, somebody without the secret, and random bytes."""
+    port = free_port()
+    first = Machine(Nodes(num=2, rank=0, port=port), ending=WELL)
+    stranger = Machine(Nodes(num=2, rank=1, port=port, run_id="another"))
+    stranger.join(10)
+    assert "of another run, or has another secret" in stranger.error
+    for _ in range(3):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+            connection.sendall(random.Random(0).randbytes(4096) + b"\n")
+    second = Machine(Nodes(num=2, rank=1, port=port), ending=WELL)
+    second.join(10)
+    first.join(10)
+    assert (first.error, second.error) == (None, None)
+    assert first.post.size == 4
+
+
+def test_a_port_that_is_taken_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        machine = Machine(Nodes(num=2, rank=0, port=server.getsockname()[1]))
+        machine.join(10)
+    assert "cannot listen" in machine.error
+
+
+def test_a_machine_that_goes_or_falls_silent_ends_the_others(monkeypatch):
+    monkeypatch.setattr(crew_room, "LOST_S", 1.0)
+    monkeypatch.setattr(crew_room, "ALIVE_S", 0.2)
+    for goes in (True, False):
+        port = free_port()
+        first, third = Machine(Nodes(num=3, rank=0, port=port)), Machine(Nodes(num=3, rank=2, port=port))
+        key_holder = Machine(Nodes(num=3, rank=1, port=port))
+        while key_holder.post is None or first.post is None or third.post is None:
+            time.sleep(0.01)
+        line = key_holder.crew.lines[0]
+        if goes:
+            line.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            monkeypatch.setattr(line, "tell", lambda message: None)
+        assert first.told.wait(5)
+        assert third.told.wait(5)
+        wanted = "is gone" if goes else "has said nothing for"
+        assert "node 1" in first.crew.trouble
+        assert wanted in first.crew.trouble
+        assert first.crew.trouble == third.crew.trouble
+
+
+def test_the_cause_is_told_to_all_and_not_its_echoes():
+    echo = {"exit_code": 1, "is_echo": True, "message": "Connection closed by peer"}
+    cause = {"exit_code": 3, "is_echo": False, "message": "no batch left"}
+    found = machines(3, of_0={"ending": echo}, of_1={"ending": echo}, of_2={"ending": cause})
+    assert [machine.final["message"] for machine in found] == ["no batch left"] * 3
+    assert first_cause({0: echo, 1: WELL})["node"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"nnodes": "2"}, "needs --node-rank"),
+        ({"nnodes": "2", "node_rank": 2, "master_addr": "a"}, "count from 0 to 1"),
+        ({"nnodes": "2", "node_rank": 0}, "need a place to meet"),
+        ({"nnodes": "1:4", "node_rank": 0}, "exactly the machines that it is told"),
+        ({"nnodes": "two"}, "must be a whole number"),
+        ({"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_endpoint": "a:1"}, "both say where to meet"),
+        ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a:port"}, "must be HOST:PORT"),
+        ({"nnodes": "2", "standalone": True}, "this machine alone"),
+        ({"node_rank": 1}, "say how many there are"),
+    ],
+)
+def test_words_that_leave_something_open_are_refused(flags, reason):
+    with pytest.raises(LaunchError, match=reason):
+        Nodes.of(**flags)
+
+
+def test_torchruns_words_mean_the_same_here():
+    told = {"nnodes": "2", "node_rank": 1}
+    assert Nodes.of(**told, master_addr="10.0.0.1", master_port=1234) == Nodes(
+        num=2, rank=1, address="10.0.0.1", port=1234
+    )
+    assert Nodes.of(**told, rdzv_endpoint="a:1234", rdzv_id="x") == Nodes(
+        num=2, rank=1, address="a", port=1234, run_id="x"
+    )
+    assert Nodes.of(**told, master_addr="a").port == 29500
+    assert Nodes.of(standalone=True) is None
+    assert Nodes.of(nnodes="1", node_rank=0) is None
+    assert "always" in check_words(rdzv_backend="c10d", max_restarts=0, use_env=True)[0]
+    with pytest.raises(LaunchError, match="not started again"):
+        check_words(rdzv_backend=None, max_restarts=1, use_env=False)
