@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,6 +14,7 @@ import typer
 
 from shoal import __version__
 from shoal.errors import JobError, ShoalError
+from shoal.launch.hosts import follow_stdin
 from shoal.world import before_torch, environment
 
 USAGE = 2  # a person's mistake: the message says what to do
@@ -83,6 +85,10 @@ def train(
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Start it on these over SSH: a,b or a,b=/path/to/python; a is node 0.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --hosts: print the commands alone.")] = False,
     seed: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: Json = False,
 ) -> None:
@@ -109,6 +115,8 @@ def train(
         "weights": weights,
         "preset": preset,
     }
+    if hosts is not None:
+        raise typer.Exit(_over_ssh(hosts, master_port, dry_run=dry_run))
     from shoal.launch.nodes import Nodes
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.train import command
@@ -127,6 +135,20 @@ def train(
     if as_json and done.speaks:
         _print_json({f.name: getattr(done, f.name) for f in fields(done) if f.name != "speaks"})
     raise typer.Exit(done.exit_code)
+
+
+def _over_ssh(told: str, port: int | None, *, dry_run: bool) -> int:
+    """The same words on each host."""
+    from shoal.launch import hosts
+    from shoal.launch.nodes import DEFAULT_PORT
+
+    chosen = hosts.parse(told)
+    calls = hosts.commands(chosen, hosts.without_hosts(sys.argv[1:]), folder=Path.cwd(), port=port or DEFAULT_PORT)
+    if dry_run:
+        for call in calls:
+            typer.echo(shlex.join(call))
+        return 0
+    return hosts.run(chosen, calls)
 
 
 @app.command(no_args_is_help=True)
@@ -459,6 +481,7 @@ def _check_train_flags(words: list[str]) -> None:
 def main() -> NoReturn:
     """Run the command line; exit 0 done, 1 failed, 2 a mistake that the message explains, 130 Ctrl-C, 143 SIGTERM."""
     before_torch()
+    follow_stdin()
     try:
         _check_train_flags(sys.argv[1:])
         app(prog_name="shoal")
