@@ -231,7 +231,7 @@ def bench(
     run: Annotated[Path | None, typer.Option("--run", "--run-dir", help="Where bench.json and bench.csv go.")] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Ranks whose collectives are timed.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="Write the links that collectives found to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Over a cluster file that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing cluster file.")] = False,
     max_mib: Annotated[int, typer.Option(min=1, help="The largest message of collectives, MiB.")] = 256,
     recompute_megatron: Annotated[
         bool, typer.Option("--recompute-megatron", help="Work Megatron's figures again: 512 GPUs at 76 %.")

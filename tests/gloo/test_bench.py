@@ -258,3 +258,30 @@ def test_d161_d162_replicas_in_threads_are_held_against_those_in_processes():
     assert len(threads.ranks) == 1  # all that threads hold, one process holds
     assert sum(threads.ranks[0].peak_bytes.values()) > sum(processes.ranks[0].peak_bytes.values())
     assert lone.ranks[0].peak_bytes["parameters"] == threads.ranks[0].peak_bytes["parameters"]
+
+
+class Dropping(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(0.5), nn.Linear(4, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drops(Slow):
+    def model(self):
+        return Dropping()
+
+
+def test_a_forward_that_draws_is_said_and_its_losses_are_not_compared():
+    found = command(Drops(), ["lone", "threads2", "dp2"], rounds=1, block=3, quiet=True)
+    assert found.exit_code == 0
+    assert [row.draws for row in found.rows] == [True] * 3
+    assert all(row.loss_differs is None for row in found.table())
+    assert "run one after the other" in found.sentences()[1]
+    assert not any(row.draws for row in command(Slow(), ["lone"], rounds=1, block=2, quiet=True).rows)
+
+
+def test_statistics_of_batch_norms_are_messages_and_no_wait_for_a_slow_rank():
+    """Each sum of a BatchNorm's statistics is small, and every rank is in it at the same place."""
+    found = command("digits", ["lone", "dp2"], rounds=1, block=4, quiet=True)
+    shares = found.table()[1].shares
+    assert shares["comm dp"] > shares["waiting"]

@@ -116,9 +116,13 @@ def test_a_comparison_comes_back_from_its_files(tmp_path):
         ([rank(compute=0.5, data=0.4)] * 2, "40% of the step is waiting for data .*dp2:workers=2"),
         (
             [rank(compute=0.5, waits={("compute", "dp"): 0.41}, sent={"dp": 13e6})] * 2,
-            r"41% of the step is exposed communication on dp: 12.4 MiB sent per rank and step, 410 ms .*0.032 GB/s",
+            r"41% of the step is exposed communication on dp: 12.4 MiB sent per rank and step, 410 ms not .*0.032 GB/s",
         ),
-        ([rank(compute=0.5, waits={("compute", "all"): 0.3})] * 2, "waiting for the rank that comes last"),
+        ([rank(compute=0.5, waits={("compute", "all"): 0.3})] * 2, r"waiting for the rank that comes last .300 ms.\.$"),
+        (
+            [rank(compute=0.5, waits={("compute", "all"): 0.3}), rank(compute=0.6, waits={("compute", "all"): 0.3})],
+            "comes last .* do not have equal work",
+        ),
         ([rank(compute=0.5, waits={("compute", "pp"): 0.4}, bubble=0.3)] * 2, "the pipeline's bubble"),
         ([rank(compute=0.5, update=0.3)] * 2, "30% of the step is the update"),
         ([rank(compute=0.97)] * 2, "97% of the step is computing"),
@@ -128,6 +132,29 @@ def test_a_comparison_comes_back_from_its_files(tmp_path):
 def test_the_largest_loss_is_named_with_its_evidence(ranks, said):
     row = measured("dp2", 2, [1.0], ranks=ranks)
     assert re.search(said, diagnose(row, None)), diagnose(row, None)
+
+
+def test_what_the_base_spends_too_is_no_reason():
+    """Both wait for data; only dp2 communicates."""
+    base = measured("lone", 1, [1.0], ranks=[rank(compute=0.6, data=0.4)])
+    row = measured("dp2", 2, [1.0], ranks=[rank(compute=0.4, data=0.4, waits={("compute", "dp"): 0.2})] * 2)
+    assert "20% of the step is exposed communication on dp" in diagnose(row, base)
+    assert "40% of the step is waiting for data" in diagnose(base, base)
+
+
+def test_replicas_in_turns_are_named_as_the_reason():
+    row = measured("threads2", 2, [1.0], note="its replicas run one after the other")
+    assert diagnose(row, None) == "threads2: its replicas run one after the other."
+
+
+def test_losses_of_a_forward_that_draws_are_not_compared():
+    found = report(
+        measured("lone", 1, [1.0], draws=True), measured("dp2", 2, [1.0, 2.0], losses=[3.5, 2.5], draws=True)
+    )
+    assert found.exit_code == 0
+    assert "draws differ" in str(found)
+    assert any("shoal verify" in sentence for sentence in found.sentences())
+    assert any("Rounds differ by up to 2.0 times" in sentence for sentence in found.sentences())
 
 
 def test_every_world_gets_each_of_its_turns_and_another_one_is_first_in_each_round():

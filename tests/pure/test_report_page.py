@@ -269,7 +269,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, told: str
 def test_nothing_to_show_says_how_to_make_something(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"has nothing to show.*shoal train"):
         write_page([tmp_path])
-    with pytest.raises(ReportError, match="is no folder"):
+    with pytest.raises(ReportError, match="is not a folder"):
         write_page([tmp_path / "missing"])
     with pytest.raises(ReportError, match="cannot write"):
         write_page([run_folder(tmp_path / "run")], tmp_path / "no" / "page.html")

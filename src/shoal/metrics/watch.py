@@ -46,7 +46,7 @@ _METHODS = (
 
 
 ALL = "all"
-_FEW_BYTES = 256
+_FEW_BYTES = 48  # five float64 at most; the statistics of a BatchNorm are more
 
 
 def _unmarked(what: str, axis: str) -> contextlib.AbstractContextManager[None]:

@@ -165,6 +165,8 @@ class Run:
         if self.evaluation is None:
             return {}
         self._reconcile()
+        if self.evaluation.num_samples:
+            self.say(f"evaluates {self.evaluation.num_samples} samples")
         figures = evaluate(self.job, self.model, self.evaluation, self.world)
         self.recorder.log_evaluation(self.step, figures)
         return figures

@@ -21,6 +21,7 @@ from shoal.parallel.place import placement_of
 from shoal.parallel.replicate import Replica
 from shoal.run import Run, assemble
 from shoal.run.metered import metered
+from shoal.step import seed_everything
 from shoal.verbs.bench.closed import closed_form
 from shoal.verbs.bench.measured import Measured, RankMeasured
 from shoal.verbs.bench.schedule import Actions, Schedule
@@ -46,8 +47,8 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """In all; one is metered."""
-        return self.warm_up + self.rounds * self.block + self.watched + 1
+        """In all; one is metered, and one may be passed over."""
+        return self.warm_up + self.rounds * self.block + self.watched + 2
 
 
 def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) -> Measured | None:
@@ -62,13 +63,15 @@ def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) 
     times_s: list[float] = []
     found: Measured | None = None
     peak: Peak | None = None
+    draws: bool | None = None
     for turn in turns:
         world.barrier()
         if turn == 0:
             peak = _peak(world, job)
             # Replicas in threads share those of the process.
             torch.set_num_threads(torch.get_num_threads() * world.layout.threads)
-            losses += _stepped(run, steps, plan.warm_up)[1]
+            draws, seen = _first(run, steps)
+            losses += [*seen, *_stepped(run, steps, plan.warm_up - 1)[1]]
         elif turn <= plan.rounds:
             step_s, seen = _stepped(run, steps, plan.block)
             times_s.append(step_s)
@@ -76,8 +79,31 @@ def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) 
             say(f"round {turn}/{plan.rounds}  {world.layout}  {step_s * 1e3:.1f} ms/step  loss {seen[-1]:.4g}")
         else:
             say(f"{world.layout}  looks where the time goes")
-            found = _seen(run, steps, plan, times_s, losses, peak)
+            found = replace(_seen(run, steps, plan, times_s, losses, peak), draws=draws, note=_note(run))
     return found
+
+
+def _first(run: Run, steps: Iterator[Any]) -> tuple[bool | None, list[float]]:
+    """The first step: whether its forward draws random numbers, and its loss."""
+    begun, step = run.step, next(steps)
+    result = step()
+    run.log(result)
+    after = torch.get_rng_state()
+    if run.world.layout.pp > 1:
+        return None, [float(result.loss)]  # each stage has a stream of its own
+    seed_everything(run.job.seed, "step", begun, run.world.data_rank)
+    same = torch.equal(after, torch.get_rng_state())
+    torch.set_rng_state(after)
+    return not same, [float(result.loss)]
+
+
+def _note(run: Run) -> str:
+    threads = placement_of(run.model).threads
+    if threads is None or not threads.takes_turns:
+        return ""
+    return (
+        "its replicas run one after the other, because the forward draws random numbers, so no thread can gain; take dp"
+    )
 
 
 def _stepped(run: Run, steps: Iterator[Any], count: int) -> Block:
@@ -103,6 +129,9 @@ def _seen(
 ) -> Measured:
     world, job = run.world, run.job
     spent, actions, cpu_s = _watched(run, steps, plan.watched)
+    epoch = run.ledger.steps_per_epoch
+    if epoch is not None and epoch > 1 and (run.step + 1) % epoch == 0:
+        next(steps)()  # the last batch of an epoch may be a small one
     with metered(run) as found:
         next(steps)()
     if world.layout.threads > 1:  # they are metered one after the other, and run side by side

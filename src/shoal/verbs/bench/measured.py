@@ -51,6 +51,8 @@ class Measured:
         spans: of the last step that was watched, what each rank of a pipeline did: rank, stage, kind, micro-batch,
             start and end in seconds; `promised` are those of the schedule with the times of its stages.
         versions: of torch and shoal, and the device.
+        draws: the forward draws random numbers (dropout), other ones in each layout; None where that was not seen.
+        note: what else a reader must know.
         error: why it is refused; all else is empty then.
     """
 
@@ -71,6 +73,8 @@ class Measured:
     spans: list[list[Any]] = field(default_factory=list)
     promised: list[list[Any]] = field(default_factory=list)
     versions: Mapping[str, str] = field(default_factory=dict)
+    draws: bool | None = None
+    note: str = ""
     ranks: list[RankMeasured] = field(default_factory=list)
 
     @property

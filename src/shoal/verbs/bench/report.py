@@ -16,6 +16,7 @@ from shoal.verbs.bench.measured import Measured
 # Of a loss, relative, in the first steps; later on rounding grows, in one process as in many.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 FIRST_STEPS = 5
+_NOISY = 1.3  # the slowest round of a layout over its quickest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +86,30 @@ class Report:
         """Of what the throughput counts."""
         return "tokens" if any(row.tokens_per_sample for row in self.good) else "samples"
 
+    @property
+    def draws(self) -> bool:
+        """Whether the forward draws random numbers: other ones in each layout, so that losses cannot be compared."""
+        return any(row.draws for row in self.good)
+
     def table(self) -> list[Row]:
         """Of the layouts that ran."""
         return [self._row(row) for row in self.good]
 
     def sentences(self) -> list[str]:
         """What each layout's time is spent on, with the evidence."""
-        return [diagnose(row, self.base) for row in self.good]
+        told = [diagnose(row, self.base) for row in self.good]
+        if self.draws:
+            told.append(
+                "The forward draws random numbers (dropout), other ones in each layout, so losses are not compared; "
+                "shoal verify compares without them."
+            )
+        spread = max((max(row.times_s) / min(row.times_s) for row in self.good), default=1.0)
+        if spread > _NOISY:
+            told.append(
+                f"Rounds differ by up to {spread:.1f} times: the machine was busy. S and E are taken within each "
+                "round; more --rounds make them surer."
+            )
+        return told
 
     def _row(self, row: Measured) -> Row:
         base = self.base
@@ -101,7 +119,7 @@ class Report:
         scale = row.num_devices / base.num_devices
         weak = [weak_efficiency(one, many, 1) / scale for one, many in zip(base_rates, rates, strict=False)]
         same_batch = self.mode == "strong"
-        differs = _loss_difference(row, base) if same_batch else None
+        differs = _loss_difference(row, base) if same_batch and not self.draws else None
         heaviest = max(row.ranks, key=lambda rank: sum(rank.peak_bytes.values()))
         axes = dict.fromkeys(axis for rank in row.ranks for axis in rank.sent_bytes)
         used = (row.step_s, row.num_devices, row.peak_flops)
@@ -207,7 +225,9 @@ class Report:
             **({"HFU": lambda row: _percent(row.hfu)} if recomputes else {}),
             "device busy": lambda row: _percent(row.utilisation),
             "memory": lambda row: show_bytes(row.peak_bytes),
-            "loss": _loss,
+            "loss": lambda row: _loss(
+                row, is_base=row.layout == self.base.layout if self.base else False, draws=self.draws
+            ),
         }
         return [list(columns), *([show(row) for show in columns.values()] for row in rows)]
 
@@ -273,9 +293,11 @@ def _percent(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}"
 
 
-def _loss(row: Row) -> str:
+def _loss(row: Row, *, is_base: bool, draws: bool) -> str:
     if row.loss_differs is None:
-        return "of its own batch"
+        return "draws differ" if draws else "of its own batch"
+    if is_base:
+        return "base"
     return f"same to {row.loss_differs:.0e}" if row.is_same else f"DIFFERS by {row.loss_differs:.0e}"
 
 

@@ -154,7 +154,7 @@ def _table(bench: Bench) -> Table:
     unit = bench.told["unit"]
     heads = ["layout", "devices", "step (median), ms", "least, ms", "most, ms", f"{unit}/s", f"{unit}/s per device"]
     heads += ["S", "E", "loss against base", "MFU", "HFU", "device busy", "tensors at peak", "process or device, GiB"]
-    heads += ["bubble promised"]
+    heads += ["bubble predicted"]
     return Table(
         title=f"Of each layout, {bench.told['mode']} scaling", heads=heads, rows=[_cells(row) for row in bench.table]
     )

@@ -43,7 +43,7 @@ def curve(
     if drawing is None:
         return [table(title, curves)]
     told = [finding or (_medians(cut, y) if warm_up else _ends(curves, y)), _odd(curves)]
-    told += ["The first step, which warms up, is in the table alone."] if cut != curves and warm_up else []
+    told += ["The first step, which warms up, is left out of the chart."] if cut != curves and warm_up else []
     return [Figure(title=title, drawing=drawing, finding=" ".join(filter(None, told)), table=numbers)]
 
 

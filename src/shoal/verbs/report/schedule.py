@@ -1,4 +1,4 @@
-"""The schedule of a pipeline, promised and measured; pictures that a run has left are read with care."""
+"""The schedule of a pipeline, predicted and measured; pictures that a run has left are read with care."""
 
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def _of_row(row: Facts) -> list[Part]:
     from shoal.metrics.timeline import draw
     from shoal.parallel.pipeline.timetable import Span, bubble
 
-    given = {"promised": [Span(*span) for span in promised], "measured": [Span(*span) for span in spans]}
+    given = {"predicted": [Span(*span) for span in promised], "measured": [Span(*span) for span in spans]}
     panels = {name: of for name, of in given.items() if of and all(is_finite(span.end_s) for span in of)}
     drawing = read_picture(draw(panels)) if panels else None
     if drawing is None:

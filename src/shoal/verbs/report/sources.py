@@ -109,7 +109,7 @@ def read_all(paths: Sequence[Path]) -> list[Source]:
 def _read(folder: Path, name: str) -> list[Source]:
     if not folder.is_dir():
         raise ReportError(
-            f"{folder} is no folder. Name the folder of a run or of a benchmark: shoal report runs/digits"
+            f"{folder} is not a folder. Name the folder of a run or of a benchmark: shoal report runs/digits"
         )
     found: list[Source] = []
     if (file := folder / "bench.json").is_file():

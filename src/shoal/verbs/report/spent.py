@@ -102,7 +102,7 @@ def _worst(bars: Mapping[str, Mapping[str, float]]) -> str:
         if name != "compute" and is_finite(share)
     ]
     share, name, layout = max(lost, default=(0.0, "", ""))
-    return f"The largest part that is no computing: {name} in {layout}, {share:.0%} of the step." if name else ""
+    return f"The largest part that is not computing: {name} in {layout}, {share:.0%} of the step." if name else ""
 
 
 def _alike(ranks: Sequence[Mapping[str, int]]) -> list[tuple[list[int], Mapping[str, int]]]:

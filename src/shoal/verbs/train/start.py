@@ -241,7 +241,9 @@ def _layout(
 
 def _check_resume(values: TrainSettings) -> None:
     if values.resume not in ("auto", "never") and not Path(values.resume).is_dir():
-        raise CheckpointError(f"--resume {values.resume}: it is auto, never, or the folder of a run; there is no such.")
+        raise CheckpointError(
+            f"--resume {values.resume}: it is auto, never, or the folder of a run; there is no such folder."
+        )
 
 
 def _spelled(job: "Job | str") -> str:
