@@ -296,6 +296,19 @@ def report(
     _print_json({"exit_code": 0, "file": str(file)}) if as_json else typer.echo(str(file))
 
 
+@app.command(no_args_is_help=True)
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    as_json: Json = False,
+) -> None:
+    """Tell what became of a run: what happened first, what was lost, and the command that goes on."""
+    from shoal.verbs.why import tell
+
+    with _answer(as_json):
+        story = tell(run)
+    _print_json(story.as_dict()) if as_json else typer.echo(str(story))
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or a module with -m.")],

@@ -3,6 +3,7 @@
 runs/digits/  run.json  metrics.jsonl  logs/rank_0.log  checkpoints/step_000500/
 """
 
+import fcntl
 import json
 import re
 from collections.abc import Mapping
@@ -41,6 +42,18 @@ def newest_folder(base: Path) -> Path | None:
     family = [base, *(path for path in _folders(base.parent) if numbered.fullmatch(path.name))]
     found = [path for path in family if any(path.glob("checkpoints/step_*"))]
     return max(found, key=lambda path: (path / "checkpoints").stat().st_mtime, default=None)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process writes here now: two runs may have been given one folder."""
+    try:
+        with (folder / "checkpoints" / ".lock").open("r+") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,15 @@ class Mesh:
         first = rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in names)
         return self._members(first, names)
 
+    def axis_of(self, rank: int, ranks: Iterable[int]) -> str:
+        """The axes, joined by +, on which the members of a group around `rank` differ; else `other`."""
+        members, axes = tuple(sorted(ranks)), [axis for axis, size in self.axes if size > 1]
+        for count in range(1, len(axes) + 1):
+            for chosen in itertools.combinations(axes, count):
+                if tuple(self.group(rank, chosen)) == members:
+                    return "+".join(chosen)
+        return "other"
+
     def groups(self, axes: str | Iterable[str]) -> Iterator[Sequence[int]]:
         """All groups over these axes, one after the other: every rank of the world is in exactly one."""
         names = self._axis_names(axes)

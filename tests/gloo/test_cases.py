@@ -273,7 +273,7 @@ def test_a_sample_that_never_comes_is_shown_with_its_rank_and_line():
     outcome, shown = told(walk_all, Sticking(batch_size=8, steps=3))
     assert outcome.exit_code == 1
     assert outcome.seconds < 1.0 + AFTER_THE_LIMIT_S
-    assert re.search(r"was still running, at .*test_cases.py:\d+ in __getitem__; it was ended", shown)
+    assert re.search(r"was still running, in step 2, data.*, at .*test_cases.py:\d+ in __getitem__; it", shown)
 
 
 def test_a_script_that_cannot_start_is_started_once(tmp_path):

@@ -342,7 +342,9 @@ def test_a_log_that_nobody_asked_for_keeps_its_end_alone_and_the_rank_writes_on(
     log = tmp_path / "rank_1.log"
     with log.open("ab", buffering=0) as written:
         written.write(b"x" * 2000 + b"the end\n")
-        rank = supervise.Rank(rank=1, pid=0, poll=lambda: None, reports=0, log=log, keeps_log=keeps_log)
+        rank = supervise.Rank(
+            rank=1, pid=0, poll=lambda: None, reports=0, log=log, record=tmp_path / "record", keeps_log=keeps_log
+        )
         rank.shorten_log()
         written.write(b"more\n")
     assert log.read_bytes().endswith(b"xxthe end\nmore\n")

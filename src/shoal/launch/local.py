@@ -30,8 +30,11 @@ from shoal.launch.rank import Seat, Work, end_forked, run, take_forked_seat
 from shoal.launch.screen import failure_screen, to_stderr
 from shoal.launch.script import check_script, leftovers, meeting_point, ranks_variables, run_as_main, torchrun_variables
 from shoal.launch.supervise import Rank, end_all, stop_requests, supervise
+from shoal.launch.suspects import Patience
 from shoal.launch.verdict import judge
+from shoal.launch.vigil import Vigil
 from shoal.launch.warm import check_may_fork, has_thread_pool, import_needed
+from shoal.record import prepare
 from shoal.world import Place
 
 Screen = Callable[[str], None]
@@ -51,6 +54,8 @@ def start(
     screen: Screen = to_stderr,
     nodes: Nodes | None = None,
     alike: Mapping[str, str] | None = None,
+    incidents: Path | None = None,
+    patience: Patience | None = None,
 ) -> Outcome:
     """Run `work(place)` in `num_ranks` processes on this machine, and return when all have ended.
 
@@ -69,6 +74,9 @@ def start(
         screen: where the failure screen and notes go.
         nodes: the machines that start together; by default this one alone.
         alike: files by name that must be the same on each of them.
+        incidents: a file; with it ranks that stand still and stragglers are shown, and kept there. For work that
+            trains with `shoal.assemble`, whose progress can be read, and whose ranks are all on this machine.
+        patience: when a rank is suspected to stand still.
 
     Raises:
         LaunchError: nothing can be started so, and why.
@@ -85,6 +93,8 @@ def start(
             rendezvous=f"file://{private / 'rendezvous'}" if crew is None else "env://",
             variables=ranks_variables if crew is None else _variables(crew),
             crew=crew,
+            incidents=incidents,
+            patience=patience or Patience(),
         )
         return _launch(plan, grace_s=grace_s, screen=screen)
 
@@ -170,6 +180,8 @@ class _Plan:
     rendezvous: str
     variables: Callable[[Place], dict[str, str]]
     crew: Crew | None = None
+    incidents: Path | None = None
+    patience: Patience = field(default_factory=Patience)
     ranks: list[Rank] = field(default_factory=list)
 
     def check(self) -> None:
@@ -188,6 +200,14 @@ class _Plan:
         if not self.fresh:
             check_may_fork()
 
+    def record(self, rank: int) -> Path:
+        return self.private / f"rank_{rank}.record"
+
+    def vigil(self, screen: Screen) -> Vigil | None:
+        if self.incidents is None:
+            return None
+        return Vigil(self.ranks, patience=self.patience, screen=screen, incidents=self.incidents)
+
     def seat(self, rank: int, reports: int, threads: int) -> Seat:
         post = self.crew.post if self.crew is not None else None
         place = Place(
@@ -199,6 +219,7 @@ class _Plan:
             num_nodes=self.crew.nodes.num if self.crew else 1,
             rendezvous=self.rendezvous,
             source="shoal",
+            record=str(self.record(rank)),
         )
         return Seat(
             place=place,
@@ -231,7 +252,7 @@ def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
                 plan.ranks.append(_begin(plan, rank, threads, named))
             if plan.crew is not None:
                 plan.crew.watch(functools.partial(plan.crew.pull, asked))
-            supervise(plan.ranks, asked, grace_s=grace_s)
+            supervise(plan.ranks, asked, grace_s=grace_s, watch=plan.vigil(screen))
         finally:
             end_all(plan.ranks)
     outcome = judge(
@@ -285,6 +306,7 @@ def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
     read_end, write_end = os.pipe()
     seat = plan.seat(rank, write_end, threads)
     log_start = seat.log.stat().st_size if seat.log.exists() else 0
+    prepare(plan.record(rank))
     try:
         if named is not None:
             pid, poll = _begin_fresh(seat, named)
@@ -304,6 +326,7 @@ def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
         poll=poll,
         reports=read_end,
         log=seat.log,
+        record=plan.record(rank),
         log_start=log_start,
         keeps_log=plan.log_dir is not None,
     )

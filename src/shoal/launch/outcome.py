@@ -1,8 +1,10 @@
 """How a start ended, and what an exit code means in words."""
 
+import contextlib
+import json
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FAILED = 1
@@ -26,6 +28,8 @@ class Failure:
     source_line: str = ""
     log_tail: tuple[str, ...] = ()
     log: Path | None = None
+    doing: str = ""  # `step 17, compute, after all_reduce dp`, as it noted itself
+    step: int = 0  # in which it was; 0: before the first, or not known
     at_s: float = 0.0  # after the start
     is_lesson: bool = False  # a ShoalError: the message is enough
     is_echo: bool = False  # an error that a failing peer causes here
@@ -44,6 +48,29 @@ class Outcome:
     failures: tuple[Failure, ...] = ()  # the first cause first
     others: tuple[str, ...] = ()  # what became of the other ranks, one line each
     seconds: float = 0.0
+
+
+FAILURE = "failure.json"  # in a run's folder: how it failed
+
+
+def keep_failure(folder: Path, outcome: Outcome, began: float) -> None:
+    """Write a failure where `shoal why` finds it; one that cannot be written was shown all the same.
+
+    Args:
+        began: when the processes were started, on the clock of the day.
+    """
+    if not outcome.failures or not folder.is_dir():
+        return
+    partial = folder / f"{FAILURE}.tmp"
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps({"began": began, **asdict(outcome)}, indent=2, default=str) + "\n")
+        partial.replace(folder / FAILURE)
+
+
+def forget_failure(folder: Path) -> None:
+    """A run goes on, or anew."""
+    with contextlib.suppress(OSError):
+        (folder / FAILURE).unlink(missing_ok=True)
 
 
 _SIGNALS = {

@@ -40,6 +40,8 @@ def _head(first: Failure, num_ranks: int) -> str:
     lines += ["  " + line[:WIDTH] for line in first.error.strip().splitlines()[:MESSAGE_LINES]]
     if first.user_frame:
         lines.append(f"  at {first.user_frame}" + (f":  {first.source_line[:WIDTH]}" if first.source_line else ""))
+    if first.doing:
+        lines.append(f"  in {first.doing}")
     return "\n".join(lines)
 
 

@@ -39,6 +39,7 @@ class Rank:
     poll: Callable[[], int | None]  # collects the exit code; negative for a signal
     reports: int  # file descriptor
     log: Path
+    record: Path  # what it does, by itself: `shoal.record`
     log_start: int = 0  # the log may hold an earlier run
     keeps_log: bool = True  # else only its end is needed
     exit: int | None = None
@@ -106,10 +107,14 @@ class Rank:
         self.send(signal.SIGKILL)  # it may not lead a group yet
         signal_group(self.pid, signal.SIGKILL)
 
-    def ask_where(self) -> None:
-        """Have faulthandler write the stack into the log; it works inside a blocked collective too."""
-        self.stacks_from = self.log.stat().st_size if self.log.exists() else 0
+    def ask_where(self) -> int:
+        """Have faulthandler write the stack into the log, from the place that is returned on.
+
+        It works inside a blocked collective too, and the process goes on.
+        """
+        start = self.log.stat().st_size if self.log.exists() else 0
         self.send(STACK_SIGNAL)
+        return start
 
     def shorten_log(self) -> None:
         """Keep a log that nobody asked for from filling the disk; the rank appends, so it may go on."""
@@ -150,8 +155,10 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, before[number] or signal.SIG_DFL)
 
 
-def supervise(ranks: Sequence[Rank], asked: list[int], *, grace_s: float) -> None:
-    """Return when every rank has ended."""
+def supervise(
+    ranks: Sequence[Rank], asked: list[int], *, grace_s: float, watch: Callable[[float], None] | None = None
+) -> None:
+    """Return when every rank has ended; as long as none must, `watch(now)` looks at them."""
     ending = _Ending(ranks, asked, grace_s)
     while any(rank.is_alive for rank in ranks):
         _wait(ranks)
@@ -161,6 +168,8 @@ def supervise(ranks: Sequence[Rank], asked: list[int], *, grace_s: float) -> Non
                 rank.collect()
             rank.shorten_log()
         ending.advance(time.monotonic())
+        if watch is not None and ending.deadline is None:
+            watch(time.monotonic())
 
 
 def end_all(ranks: Sequence[Rank]) -> None:
@@ -209,7 +218,7 @@ class _Ending:
         elif not self.asked and now >= self.deadline - STACKS_S:
             for rank in alive:
                 if rank.stacks_from is None:
-                    rank.ask_where()
+                    rank.stacks_from = rank.ask_where()
 
     def _pass_on(self, number: signal.Signals, now: float) -> None:
         self.num_passed_on += 1

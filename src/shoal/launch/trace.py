@@ -64,6 +64,12 @@ def crash_frames(dump: str) -> tuple[str, str, str]:
     return "".join(traceback.StackSummary.from_list(_trim(frames)).format()), place, line
 
 
+def innermost(dump: str) -> str:
+    """Where the thread that wrote faulthandler's dump stands: its first line."""
+    lines = next(iter(_thread_blocks(dump)), "").splitlines()
+    return next((line for line in lines if line.startswith('  File "')), "")
+
+
 def is_users(filename: str) -> bool:
     """Whether a frame is in code of the user's: not the standard library, an installed package, or shoal."""
     if filename.startswith("<"):

@@ -1,15 +1,19 @@
 """From what the parent saw to an outcome: who failed first, and what became of the others."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.launch.outcome import FAILED, ON_REQUEST, Failure, Outcome, exit_in_words
 from shoal.launch.supervise import TAIL_BYTES, Rank
 from shoal.launch.trace import crash_frames
+from shoal.record import look
 from shoal.units import show_seconds
 
 TAIL_LINES = 50
 CRASH = "Fatal Python error:"  # faulthandler's first words
+# Of the stack that a rank was asked for while it stood still.
+_STACK_LINE = re.compile(r'(Current thread|Thread) 0x\w+ (\[.*\] )?\(most recent|  File ".+", line \d+ in ')
 
 
 def judge(
@@ -76,6 +80,8 @@ def _failure(rank: Rank, began: float, num_memory_kills: int, *, keep_logs: bool
         source_line=told.get("source_line", line),
         log_tail=_last_lines(before if crash and not told else text),
         log=rank.log if keep_logs else None,
+        doing=_doing(rank),
+        step=look(rank.record).step,
         at_s=_failed_at(rank) - began,
         is_lesson=bool(told.get("lesson")),
         is_echo=rank.is_echo,
@@ -85,7 +91,8 @@ def _failure(rank: Rank, began: float, num_memory_kills: int, *, keep_logs: bool
 def _fate(rank: Rank, first: Failure, began: float, num_memory_kills: int) -> str:
     if rank.is_echo:
         at = f", at {rank.failure['user_frame']}" if rank.failure["user_frame"] else ""
-        return f"ended because rank {first.rank} closed its connection{at}"
+        doing = _doing(rank)
+        return f"ended because rank {first.rank} closed its connection" + (f", in {doing}" if doing else "") + at
     if rank.failure:
         told = rank.failure
         message = told["message"].strip().partition("\n")[0]
@@ -93,10 +100,17 @@ def _fate(rank: Rank, first: Failure, began: float, num_memory_kills: int) -> st
             return "the same"
         return f"{told['type']}: {message[:200]}" + (f", at {told['user_frame']}" if told["user_frame"] else "")
     if rank.ended_by_us:
-        return "was still running" + _where(rank) + "; it was ended"
+        doing = _doing(rank)
+        return "was still running" + (f", in {doing}" if doing else "") + _where(rank) + "; it was ended"
     if rank.exit == 0:
         return f"had ended well, after {show_seconds((rank.ended_at or began) - began)}"
     return exit_in_words(rank.exit or 0, num_memory_kills=num_memory_kills)
+
+
+def _doing(rank: Rank) -> str:
+    """What it noted itself, whatever ended it; nothing of work that is no training."""
+    seen = look(rank.record)
+    return seen.doing if seen.is_used else ""
 
 
 def _where(rank: Rank) -> str:
@@ -119,4 +133,4 @@ def read_log(log: Path, start: int = 0, end: int | None = None) -> str:
 def _last_lines(text: str) -> tuple[str, ...]:
     # A progress bar rewrites its line; what stands last is what was seen.
     lines = [line.rstrip().rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    return tuple([line for line in lines if line][-TAIL_LINES:])
+    return tuple([line for line in lines if line and not _STACK_LINE.match(line)][-TAIL_LINES:])

@@ -6,7 +6,6 @@ which is what a ring sends (Patarasuk and Yuan 2009).
 """
 
 import contextlib
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -163,12 +162,7 @@ class Meter(FlopMode):  # type: ignore[no-untyped-call]  # torch's own hook has 
 
 def axis_of(ranks: tuple[int, ...], world: World) -> str:
     """The axes, joined by +, on which the members of a group around this rank differ."""
-    axes = [axis for axis, size in world.mesh.axes if size > 1]
-    for count in range(1, len(axes) + 1):
-        for chosen in itertools.combinations(axes, count):
-            if tuple(world.mesh.group(world.rank, chosen)) == tuple(sorted(ranks)):
-                return "+".join(chosen)
-    return "other"
+    return world.mesh.axis_of(world.rank, ranks)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

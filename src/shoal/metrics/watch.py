@@ -16,34 +16,7 @@ import torch.distributed as dist
 
 from shoal.metrics.meter import axis_of
 from shoal.world import World
-
-_METHODS = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)  # of a process group; those that this torch does not have are left out
-
+from shoal.world.messages import OPERATIONS
 
 ALL = "all"
 _FEW_BYTES = 48  # five float64 at most; the statistics of a BatchNorm are more
@@ -95,7 +68,7 @@ class Watch:
         """Within: waits are seen."""
         group, work = dist.ProcessGroup, dist.Work
         # From the class's own table: what `getattr` gives would not be bound to an object when it is put back.
-        kept = {name: vars(group)[name] for name in _METHODS if name in vars(group)}
+        kept = {name: vars(group)[name] for name in OPERATIONS if name in vars(group)}
         wait = vars(work)["wait"]
         for name in kept:
             setattr(group, name, self._noting(getattr(group, name)))

@@ -27,13 +27,14 @@ from shoal.metrics.recorder import Recorder
 from shoal.parallel.parts import Part, parts_of
 from shoal.parallel.place import placement_of
 from shoal.parallel.zero import OwnedStates
+from shoal.record import Phase
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
 
 if TYPE_CHECKING:
     from shoal.run.tracing import Tracing
 
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+Around = Callable[[str], contextlib.AbstractContextManager[None]]
 _TIMED_STEP = 3  # of a process: the first ones are slow
 
 
@@ -63,6 +64,8 @@ class Run:
 
     def steps(self) -> Iterator[Callable[[], StepResult]]:
         """The steps that are left; call each one. Ends early, on all ranks together, after SIGTERM."""
+        record = self.world.record
+        record.loop(self.step)
         with _on_sigterm() as stop_asked:
             batches = self.data.batches(start_step=self.step)
             while self.step < self.job.steps and not self.stopped:
@@ -74,7 +77,11 @@ class Run:
                     )
                 if self._tracing is not None:
                     self._tracing.before(self.step)
-                with self.recorder.waiting_for_data(), self._marked("data"):
+                with (
+                    self.recorder.waiting_for_data(),
+                    self._marked("data"),
+                    record.phase(Phase.DATA, step=self.step + 1),
+                ):
                     batch = next(batches)
                 yield lambda batch=batch: self._one(batch, stop_asked.is_set())  # type: ignore[misc]
 
@@ -125,7 +132,7 @@ class Run:
                 f"process: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}"
             )
 
-    def watch(self, phase: Phase) -> Phase:
+    def watch(self, phase: Around) -> Around:
         """From now on, put `phase("compute")` around forward and backward of a step and `phase("update")` around the
         rest of it; returns what was there before."""
         before, self._engine.phase = self._engine.phase, phase
@@ -164,10 +171,11 @@ class Run:
         """`loss` and the job's metrics over its evaluation data (empty without any), each sample once."""
         if self.evaluation is None:
             return {}
-        self._reconcile()
         if self.evaluation.num_samples:
             self.say(f"evaluates {self.evaluation.num_samples} samples")
-        figures = evaluate(self.job, self.model, self.evaluation, self.world)
+        with self.world.record.phase(Phase.EVALUATE):
+            self._reconcile()
+            figures = evaluate(self.job, self.model, self.evaluation, self.world)
         self.recorder.log_evaluation(self.step, figures)
         return figures
 
@@ -185,6 +193,10 @@ class Run:
         """
         if self.folder is None or self._saved == self.step:
             return
+        with self.world.record.phase(Phase.SAVE):
+            self._save()
+
+    def _save(self) -> None:
         self._reconcile()
         check_replicas(self.model, self.world, self.step)
         self._saved = self.step

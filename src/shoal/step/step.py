@@ -27,6 +27,7 @@ from shoal.parallel.clip import clip_factor, dense, grad_norm, scale_gradients
 from shoal.parallel.norm import set_live
 from shoal.parallel.parts import parts_of
 from shoal.parallel.place import placement_of
+from shoal.record import Phase
 from shoal.step.forward import Forward, rounds
 from shoal.step.seeds import seed_everything
 from shoal.world import World
@@ -108,9 +109,10 @@ class Step:
         # A step that may be skipped must leave no trace, in running statistics either.
         may_skip = self._job.nonfinite == "skip" or self.scaler is not None
         buffers = [buffer.clone() for buffer in self._model.buffers()] if may_skip else []
-        with self.phase("compute"):
+        record = self._world.record
+        with self.phase("compute"), record.phase(Phase.COMPUTE):
             own, totals = self._forward_backward(batch, stop)
-        with self.phase("update"):
+        with self.phase("update"), record.phase(Phase.UPDATE):
             result = self._update(batch, own, totals)
         if result.skipped:
             self._put_back(buffers)
@@ -139,6 +141,7 @@ class Step:
             parts = []
         for index, (part, live) in enumerate(parts):
             last = index == len(parts) - 1
+            self._world.record.micro(index)
             with contextlib.nullcontext() if last else self._placement.accumulate():
                 with self._placement.quiet_norms(live), self._same_buffers():
                     output, moved, loss = self._forward(part)

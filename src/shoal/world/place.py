@@ -40,6 +40,7 @@ class Place:
     num_nodes: int = 1
     rendezvous: str = "env://"  # env:// | tcp://host:port | file:///path
     source: str = "lone"  # lone | torchrun | slurm | mpi | shoal | flags
+    record: str = ""  # the file in which it notes what it does, where its launcher reads one (`shoal.record`)
 
     def __post_init__(self) -> None:
         stands = f"rank {self.rank} of {self.size} (local rank {self.local_rank} of {self.local_size}"

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from shoal.errors import LayoutError, ShoalError, WorldError
 from shoal.layout import Layout, check_world
 from shoal.mesh import Mesh
+from shoal.record import Record
 from shoal.world.device import find_device, keep_freed_memory
 from shoal.world.group import Limits, Opened, open_group
+from shoal.world.messages import noting
 from shoal.world.place import Place
 from shoal.world.roll import span
 
@@ -30,6 +32,7 @@ class World:
     place: Place
     device: "torch.device"
     opened: Opened = field(default_factory=Opened)
+    record: Record = field(default_factory=Record, repr=False, compare=False)  # of what this process does
 
     @property
     def backend(self) -> str | None:
@@ -152,7 +155,9 @@ class World:
             mesh=Mesh.of(layout, ranks_per_node=place.local_size),
             place=place,
             device=find_device("cpu" if kind == "fake" else device, place),
+            record=Record(place.record),
         )
+        world.record.stand(world.mesh.coordinate(place.rank, "pp"))
         if world.device.type == "cpu":
             keep_freed_memory()
         if kind == "lone":
@@ -161,7 +166,11 @@ class World:
             finally:
                 world.opened.close()
             return
-        with open_group(place, world.device, backend="fake" if kind == "fake" else backend, limits=limits) as opened:
+        backend = "fake" if kind == "fake" else backend
+        with (
+            open_group(place, world.device, backend=backend, limits=limits) as opened,
+            noting(world.record, world.mesh, place.rank),
+        ):
             yield replace(world, opened=opened)
 
     # -- collectives of set-up: text over tensors, never a pickle ------------------------------------------

@@ -21,8 +21,9 @@ def train_here(
     choose_folder: Callable[[], Path],
     *,
     quiet: bool,
+    named: str = "",
 ) -> tuple[int, Path]:
-    """The exit code and the folder, which rank 0 chooses for all."""
+    """The exit code and the folder, which rank 0 chooses for all; `named`: the job, as on the command line."""
     values = settings.values
     threads_before = torch.get_num_threads()
     torch.set_num_threads(values.threads or threads_before)
@@ -36,7 +37,7 @@ def train_here(
                 job,
                 world,
                 folder=folder,
-                facts={"settings": settings.rows()},
+                facts={"settings": settings.rows(), "command": named},
                 trace=values.trace,
                 resume=values.resume,
                 save_every=values.save_every,
@@ -61,11 +62,12 @@ def started(
     origin: dict[str, str],
     folder: str,
     quiet: bool,
+    named: str = "",
 ) -> int:
     """A process that this machine's `start` made: forked, with the job itself, or fresh, with the name of it."""
     settings = Settings(values=TrainSettings(**values), origin=origin)
     built = job if isinstance(job, Job) else rebuild(job)
-    return train_here(place, built, settings, lambda: Path(folder), quiet=quiet)[0]
+    return train_here(place, built, settings, lambda: Path(folder), quiet=quiet, named=named)[0]
 
 
 def build(job: Job | str, values: TrainSettings) -> Job:

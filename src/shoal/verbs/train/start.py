@@ -2,20 +2,20 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import CheckpointError, LaunchError, ShoalError, WorldError
-from shoal.folder import missing, new_folder, newest_folder
+from shoal.folder import is_in_use, missing, new_folder, newest_folder
 from shoal.layout import Layout, check_world
 from shoal.settings import Settings, TrainSettings, resolve, with_preset
 from shoal.world import Place, before_torch
@@ -108,7 +108,7 @@ def command(
             from shoal.verbs.train.rank import build, train_here
 
             built = build(job, settings.values)
-        code, folder = train_here(place, built, settings, run_folder.choose, quiet=quiet)
+        code, folder = train_here(place, built, settings, run_folder.choose, quiet=quiet, named=_named(job))
         return _done(code, folder, speaks=place.rank == 0)
     except ShoalError:
         is_refused = True
@@ -128,7 +128,9 @@ def _start(
 ) -> Trained:
     """Make the world here. What can be wrong with the job is found in this process, before there are others."""
     from shoal.launch import start
+    from shoal.launch.incident import INCIDENTS
     from shoal.launch.machine import has_accelerator
+    from shoal.launch.outcome import forget_failure, keep_failure
 
     values = settings.values
     if fresh is None:
@@ -141,6 +143,10 @@ def _start(
         is_first = nodes is None or nodes.rank == 0  # the folder is that of rank 0, wherever its file system is
         folder = choose_folder() if is_first else Path("runs")
         num_ranks = Layout.parse(values.layout).num_ranks
+        began = time.time()
+        is_ours = is_first and not is_in_use(folder)  # else it will be refused, and what lies there is another's
+        if is_ours:
+            forget_failure(folder)
         outcome = start(
             functools.partial(
                 started,
@@ -149,6 +155,7 @@ def _start(
                 origin=dict(settings.origin),
                 folder=str(folder),
                 quiet=quiet,
+                named=_named(job),
             ),
             num_ranks if nodes is None else values.nproc_per_node or num_ranks // nodes.num,
             threads=values.threads,
@@ -157,7 +164,10 @@ def _start(
             fresh=fresh,
             nodes=nodes,
             alike=_code_of(job),
+            incidents=folder / INCIDENTS if nodes is None else None,
         )
+    if is_ours:
+        keep_failure(folder, outcome, began)
     error = f"rank {outcome.failures[0].rank}: {outcome.failures[0].error}" if outcome.failures else ""
     return replace(_done(outcome.exit_code, folder), error=error)
 
@@ -250,6 +260,11 @@ def _spelled(job: "Job | str") -> str:
     return job if isinstance(job, str) else "job.py"
 
 
+def _named(job: "Job | str") -> str:
+    """As on the command line; empty for an object."""
+    return job if isinstance(job, str) else ""
+
+
 def _name(job: "Job | str") -> str:
     """`digits`, `jobs/mine.py` -> mine, `jobs/mine.py:Big` -> big: the name of the run's folder."""
     if not isinstance(job, str):
@@ -274,7 +289,7 @@ class _RunFolder:
 
     def leave(self, *, is_refused: bool) -> None:
         """At the end; of a run that was refused before it logged a step, its notes go too."""
-        if is_refused and self._path in self._made and not (_holds_steps(self._path) or _is_in_use(self._path)):
+        if is_refused and self._path in self._made and not (_holds_steps(self._path) or is_in_use(self._path)):
             shutil.rmtree(self._path, ignore_errors=True)
         for folder in self._made:
             with contextlib.suppress(OSError):  # something is in it, or it is gone
@@ -284,18 +299,6 @@ class _RunFolder:
 def _holds_steps(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or any(folder.glob("checkpoints/step_*"))
-
-
-def _is_in_use(folder: Path) -> bool:
-    """Whether another process writes here: two runs may have been given one folder."""
-    try:
-        with (folder / "checkpoints" / ".lock").open("r+") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _choose_folder(job: "Job | str", values: TrainSettings) -> tuple[Path, list[Path]]:

@@ -1,0 +1,149 @@
+"""The parent looks at what its ranks note, and says once when one of them stands still.
+
+look ──► nobody may take that long ──► still so in the next look ──► ask for stacks ──► still so ──► one screen
+                                                                                      └► got on: not a word
+Nothing is ended here: the time-out of the collectives decides.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.incident import Incident, Witness, append, ranks_in_words
+from shoal.launch.process import ask_kernel, workers_of
+from shoal.launch.rank import STACK_SIGNAL
+from shoal.launch.straggler import Stragglers
+from shoal.launch.supervise import Rank
+from shoal.launch.suspects import Patience, Standing, standing
+from shoal.launch.verdict import read_log
+from shoal.record import Phase, Seen, look
+from shoal.units import show_seconds
+
+_MOST_WORKERS, _WORKER_S = 4, 0.02  # asked of one rank, and the time of each to write
+_OWN_PAUSE_S = 1.0  # a look that comes so late says that this process, or all of them, did not run
+
+
+class Vigil:
+    """Called as often as one likes with the time; looks as often as `Patience` says.
+
+    Args:
+        screen: where a screen goes.
+        incidents: the file that keeps them.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Rank], *, patience: Patience, screen: Callable[[str], None], incidents: Path
+    ) -> None:
+        self._ranks, self._patience, self._screen, self._path = ranks, patience, screen, incidents
+        self._next = 0.0
+        self._suspected: Standing | None = None
+        self._inquiry: _Inquiry | None = None
+        self._open: Incident | None = None
+        self._stragglers = Stragglers(patience)
+
+    def __call__(self, now: float) -> None:
+        if now < self._next:
+            return
+        was_away = bool(self._next) and now - self._next > _OWN_PAUSE_S
+        self._next = now + self._patience.look_s
+        alive = {rank.rank: rank for rank in self._ranks if rank.is_alive}
+        seen = {number: look(rank.record) for number, rank in alive.items()}
+        if was_away or len(seen) < len(self._ranks) or not all(one.is_used for one in seen.values()):
+            self._suspected = self._inquiry = None
+            return
+        for straggler in self._stragglers.advance(seen, now):
+            self._tell(f"{straggler}.", {"kind": "straggler", "rank": straggler.rank, "text": str(straggler)})
+        if self._open is not None:
+            self._see_whether_it_goes_on(self._open, seen, now)
+        elif self._inquiry is not None:
+            self._conclude(self._inquiry, seen, now)
+        else:
+            self._suspect(alive, seen, now)
+
+    def _suspect(self, alive: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> None:
+        before, self._suspected = self._suspected, self._judge(alive, seen, now)
+        if self._suspected.ranks and before is not None and before.ranks == self._suspected.ranks:
+            self._inquiry = _Inquiry(alive, self._suspected, seen, now)
+            self._next = now + self._patience.stacks_s / 2
+
+    def _judge(self, alive: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> Standing:
+        still = [number for number, one in seen.items() if now - one.changed_s > self._patience.least_s]
+        stopped = [number for number in still if ask_kernel(alive[number].pid).is_stopped]
+        return standing(seen, stopped, now, self._patience) if still else Standing()
+
+    def _conclude(self, inquiry: "_Inquiry", seen: Mapping[int, Seen], now: float) -> None:
+        if not inquiry.has_asked_workers:
+            inquiry.ask_workers()
+            self._next = now + self._patience.stacks_s / 2
+            return
+        self._inquiry = self._suspected = None
+        witnesses = {number: inquiry.witness(number, one, now) for number, one in seen.items()}
+        stopped = [number for number, one in witnesses.items() if one.kernel.is_stopped]
+        waits = [number for number, one in witnesses.items() if one.waits]
+        found = standing(seen, stopped, now, self._patience, waits)
+        has_moved = any(seen[number].changed_s != inquiry.seen[number].changed_s for number in found.ranks)
+        if not found.ranks or has_moved or any(witnesses[number].compiles for number in found.ranks):
+            self._next = now + self._patience.least_s  # it takes long and is well: ask less often
+            return
+        pids = {number: rank.pid for number, rank in inquiry.ranks.items()}
+        changed = {number: seen[number].changed_s for number in found.ranks}
+        self._open = Incident(standing=found, witnesses=witnesses, pids=pids, at_s=now, changed=changed)
+        self._tell(self._open.screen(), self._open.as_dict())
+
+    def _see_whether_it_goes_on(self, incident: Incident, seen: Mapping[int, Seen], now: float) -> None:
+        if any(seen[number].changed_s == changed for number, changed in incident.changed.items()):
+            return
+        self._open = None
+        ranks = sorted(incident.standing.ranks)
+        who = "the ranks" if incident.standing.is_circle else ranks_in_words(ranks)
+        stood_s = min(seen[number].changed_s for number in ranks) - incident.since_s
+        verb = "goes" if len(ranks) == 1 else "go"
+        text = f"{who} {verb} on, having stood still for {show_seconds(stood_s)}."
+        if not any(incident.witnesses[number].kernel.is_stopped for number in ranks):
+            self._patience = self._patience.after(stood_s)
+        self._tell(text, {"kind": "goes on", "ranks": ranks, "stood_s": round(stood_s, 3)})
+
+    def _tell(self, text: str, event: dict[str, Any]) -> None:
+        self._screen(text)
+        append(self._path, {"time": time.time(), **event})
+
+
+class _Inquiry:
+    """Ranks have been asked for their stacks; then the loader workers of those that wait for data."""
+
+    def __init__(self, ranks: Mapping[int, Rank], suspected: Standing, seen: Mapping[int, Seen], now: float) -> None:
+        self.ranks, self.seen, self.has_asked_workers = ranks, seen, False
+        self._suspected, self._began = suspected, now
+        self._kernels = {number: ask_kernel(rank.pid) for number, rank in ranks.items()}
+        self._stacks_from = {
+            number: rank.ask_where() for number, rank in ranks.items() if not self._kernels[number].is_stopped
+        }
+        self._workers_from: dict[int, int] = {}
+
+    def ask_workers(self) -> None:
+        """They share the rank's log, so one writes after the other."""
+        self.has_asked_workers = True
+        for number in self._suspected.ranks:
+            rank = self.ranks[number]
+            if self.seen[number].phase is not Phase.DATA:
+                continue
+            for pid in workers_of(rank.pid)[:_MOST_WORKERS]:
+                self._workers_from.setdefault(number, rank.log.stat().st_size)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
+                time.sleep(_WORKER_S)
+
+    def witness(self, number: int, seen: Seen, now: float) -> Witness:
+        """What a rank has answered, and what the kernel says of it."""
+        rank, before, kernel = self.ranks[number], self._kernels[number], ask_kernel(self.ranks[number].pid)
+        start, workers = self._stacks_from.get(number), self._workers_from.get(number)
+        return Witness(
+            seen=seen,
+            kernel=kernel,
+            cores=max(0.0, kernel.cpu_s - before.cpu_s) / max(now - self._began, 1e-3),
+            dump="" if start is None else read_log(rank.log, start, workers),
+            workers="" if workers is None else read_log(rank.log, workers),
+        )

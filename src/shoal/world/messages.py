@@ -1,0 +1,143 @@
+"""Every message that Python asks for or waits for, noted in the record of its process, whoever sent it.
+
+What DDP's reducer waits for in C++ it cannot see: `parallel/replicate.py` notes that.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.mesh import Mesh
+from shoal.record import Record
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# The methods of a process group, and what they are called elsewhere; those that this torch does not have are left out.
+OPERATIONS = {
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "all_to_all_single": "all_to_all",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "scatter": "scatter",
+    "send": "send",
+}
+_TO_ONE = ("send", "recv")
+_MOST_KEPT = 1024  # works that nobody has waited for yet
+
+Packed = tuple[bytes, bytes, bytes, int]  # as `Record.enter` takes it
+
+
+@contextlib.contextmanager
+def noting(record: Record, mesh: Mesh, rank: int) -> Iterator[None]:
+    """Within: messages of this rank are noted, if anybody reads the record."""
+    if not record.is_read:
+        yield
+        return
+    import torch.distributed as dist
+
+    group, work, noted = dist.ProcessGroup, dist.Work, _Noted(record, mesh, rank)
+    # From the class's own table: what `getattr` gives would not be bound to an object when it is put back.
+    kept = {name: vars(group)[name] for name in OPERATIONS if name in vars(group)}
+    wait = vars(work)["wait"]
+    for name in kept:
+        setattr(group, name, noted.asking(getattr(group, name), OPERATIONS[name]))
+    work.wait = noted.waiting(work.wait)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        work.wait = wait  # type: ignore[method-assign]
+        for name, method in kept.items():
+            setattr(group, name, method)
+
+
+def group_label(ranks: Sequence[int], name: str) -> bytes:
+    """Who is in a group, and which of theirs it is: `0..6x4 17`; two groups of the same ranks begin alike."""
+    return f"{min(ranks)}..{max(ranks)}x{len(ranks)} {name[-8:]}".encode()[:24]
+
+
+class _Noted:
+    def __init__(self, record: Record, mesh: Mesh, rank: int) -> None:
+        self._record, self._mesh, self._rank = record, mesh, rank
+        self._groups: dict[str, _Group] = {}
+        self._on_their_way: dict[int, Packed] = {}  # works by id
+
+    def asking(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        """A method of a group, noted while it runs."""
+        record, packed, counts = self._record, operation.encode(), operation not in _TO_ONE
+
+        @functools.wraps(method)
+        def asked(group: "dist.ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+            message = self._group(group).message(packed, counts=counts)
+            record.enter(message)
+            try:
+                work = method(group, *args, **kwargs)
+            except BaseException:
+                record.broke()
+                raise
+            record.asked()
+            if len(self._on_their_way) >= _MOST_KEPT:
+                self._on_their_way.clear()
+            self._on_their_way[id(work)] = message
+            return work
+
+        return asked
+
+    def waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """`Work.wait`, noted while it runs."""
+        record, on_their_way = self._record, self._on_their_way
+
+        @functools.wraps(wait)
+        def waited(work: "dist.Work", *args: Any, **kwargs: Any) -> Any:
+            message = on_their_way.pop(id(work), None)
+            if message is None:
+                return wait(work, *args, **kwargs)
+            record.enter(message)
+            try:
+                done = wait(work, *args, **kwargs)
+            except BaseException:
+                record.broke()
+                raise
+            record.leave()
+            return done
+
+        return waited
+
+    def _group(self, group: "dist.ProcessGroup") -> "_Group":
+        name = group.group_name
+        found = self._groups.get(name)
+        if found is None:
+            import torch.distributed as dist
+
+            ranks = dist.get_process_group_ranks(group)
+            found = self._groups[name] = _Group(self._mesh.axis_of(self._rank, ranks), group_label(ranks, name))
+        return found
+
+
+class _Group:
+    def __init__(self, axis: str, label: bytes) -> None:
+        self._axis, self._label, self._number = axis.encode(), label, 0
+
+    def message(self, operation: bytes, *, counts: bool) -> Packed:
+        """The next one; `counts`: the other members count it too."""
+        self._number += counts
+        return operation, self._axis, self._label, self._number if counts else 0
