@@ -118,7 +118,8 @@ class Replica:
         That wait is in C++, in a callback which the reducer queues when its last bucket is on the way. One that is
         queued earlier runs just before it, and one that is queued by that one after it.
         """
-        first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
+        made = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        first = next(made, None)  # not a parameter that is handed on: its hooks would stay
         if first is not None:
             first.register_hook(self._on_backward)  # type: ignore[no-untyped-call]  # of torch
 
