@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from shoal import Job, Sum, mean_loss
 from shoal.models.gpt import Decoder
-from shoal.verbs.bench import command
+from shoal.verbs.bench import BenchError, check_folder, command
 from shoal.verbs.plan import command as plan
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, VOCABULARY = 32, 2, 4, 16, 8, 256
@@ -285,3 +285,28 @@ def test_statistics_of_batch_norms_are_messages_and_no_wait_for_a_slow_rank():
     found = command("digits", ["lone", "dp2"], rounds=1, block=4, quiet=True)
     shares = found.table()[1].shares
     assert shares["comm dp"] > shares["waiting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves(Slow):
+    """Its own code ends one world."""
+
+    def loss(self, output, batch):
+        if dist.is_initialized():
+            raise SystemExit(0)
+        return super().loss(output, batch)
+
+
+def test_a_layout_whose_own_code_leaves_does_not_stop_the_others():
+    found = command(Leaves(), ["lone", "dp2"], rounds=1, block=2, quiet=True)
+    assert "called sys.exit" in found.rows[1].error
+    assert [row.layout for row in found.good] == ["lone"]
+    assert found.exit_code == 1
+
+
+def test_a_folder_that_cannot_take_the_files_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "bench.json").touch()
+    for folder, reason in ((tmp_path / "file", "cannot be made"), (tmp_path, "holds a run or a benchmark already")):
+        with pytest.raises(BenchError, match=reason):
+            check_folder(folder)

@@ -1,5 +1,6 @@
 """The law over pipeline stages: any schedule, alone and with every other axis, is the training of one process."""
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -519,6 +520,67 @@ def writing_in_a_mask(model, x):
     return x
 
 
+def writing_slices(model, x):
+    for block in model.blocks:
+        x = block(x)
+        x[..., 2:4] *= 0.5
+        x[..., 0] += 1.0
+        x = torch.tanh(x)
+    return x
+
+
+class Collecting(Residual):
+    """Adds to a list that goes through all blocks, as balance losses of experts do."""
+
+    def forward(self, x, found=None):
+        out = super().forward(x)
+        if found is not None:
+            found.append(out.square().mean())
+        return out
+
+
+def through_a_list(model, x):
+    found = []
+    for block in model.blocks:
+        x = block(x, found)
+    return x + sum(found)
+
+
+class Peeking(Residual):
+    """Reads what the block before it has kept."""
+
+    before = None
+
+    def forward(self, x):
+        self.kept = x
+        return super().forward(x) + (0.0 if self.before is None else self.before[0].kept)
+
+
+def peeking(model, x):
+    for first, second in itertools.pairwise(model.blocks):
+        second.before = [first]
+    return in_order(model, x)
+
+
+class DataWriting(Residual):
+    def forward(self, x):
+        x.data.add_(0.1)
+        return super().forward(x)
+
+
+def data_writing(model, x):
+    table = torch.ones(x.shape, dtype=torch.float64)
+    for block in model.blocks:
+        x = x + block(table)
+    return x
+
+
+def counted(model, x):
+    """A Python number that a forward moves; trials before the first step leave it alone."""
+    model.calls = getattr(model, "calls", 0) + 1
+    return in_order(model, x) * (1 + model.calls / 8)
+
+
 def chained(kind, between):
     @dataclass(frozen=True, kw_only=True)
     class Chained(Text):
@@ -526,6 +588,17 @@ def chained(kind, between):
             return Chain(kind, between)
 
     return Chained
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputWritten(Text):
+    def model(self):
+        class Shifted(Chain):
+            def forward(self, tokens):
+                tokens.add_(1).remainder_(32)
+                return super().forward(tokens)
+
+        return Shifted(residual(), in_order)
 
 
 def residual(kind=Residual):
@@ -539,8 +612,9 @@ def residual(kind=Residual):
         (Positioned, with_a_parameter_of_a_module),
         (residual(), writing),
         (Clipped, clipped),
+        (residual(), writing_slices),
     ],
-    ids=["hooks", "a parameter", "writes", "writing modules"],
+    ids=["hooks", "a parameter", "writes", "writing modules", "slices"],
 )
 @pytest.mark.parametrize("layout", ["pp2:micro=2", "pp4:micro=4"])
 def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layout):
@@ -568,6 +642,20 @@ def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layou
         (chained(residual(), writing_a_residual), "pp2:micro=2,split=2", LayoutError, "stage 0 has too, and"),
         (chained(residual(Shifting), writing_what_was_read), "pp2:micro=2,split=1", LayoutError, "stage 1 has too"),
         (chained(residual(Writing), writing_in_a_mask), "pp2:micro=2", LayoutError, "blocks.0 changes what it is"),
+        (
+            chained(residual(Collecting), through_a_list),
+            "pp2:micro=2",
+            LayoutError,
+            "puts something into a list or dict",
+        ),
+        (chained(residual(Peeking), peeking), "pp2:micro=2", LayoutError, "reads a tensor that it is not given"),
+        (
+            chained(residual(DataWriting), data_writing),
+            "pp2:micro=2",
+            LayoutError,
+            "changes what it is given, in place",
+        ),
+        (InputWritten, "pp2:micro=2", LayoutError, "writes in place into what it is called with"),
         (Convolutions, "pp2:micro=2", LayoutError, "would split the batch of the BatchNorm"),
         (Deep, "pp2:micro=2,split=9", LayoutError, "split names block 9, and the model has 4 blocks"),
     ],
@@ -578,6 +666,12 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(job, layout, error, reaso
     with pytest.raises(error, match=reason):
         record(job, layout, on_step=lambda run: started.append(run))
     assert not started
+
+
+@pytest.mark.parametrize("layout", ["pp2:micro=1", "tp2"])
+def test_python_numbers_of_a_model_are_moved_by_steps_alone(layout):
+    job = chained(residual(), counted)
+    assert_same_training(record(job, layout), record(job)[0])
 
 
 def test_a_forward_that_takes_another_path_than_before_is_said():

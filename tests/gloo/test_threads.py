@@ -325,15 +325,77 @@ class Hooked(nn.Linear):
         self.weight.register_hook(lambda grad: grad * 2)
 
 
+class Borrowing(nn.Linear):
+    """A buffer that has its value back at the end."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training and self.weight.grad is None and torch.is_grad_enabled():
+            self.seen.add_(1).sub_(1)
+        return super().forward(x)
+
+
+class Scratching(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scratch = torch.zeros(4)
+
+    def forward(self, x):
+        self.scratch += 1
+        return super().forward(x)
+
+
+class Shrinking(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class Rebuilt(nn.Linear):
+    def __deepcopy__(self, memo):
+        return Rebuilt(self.in_features, self.out_features)
+
+
+class Special(nn.Parameter):
+    pass
+
+
+class Particular(nn.Linear):
+    """What it computes depends on the class of its parameter."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight = Special(self.weight.detach())
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if isinstance(self.weight, Special) else 1.0)
+
+
+def test_a_parameter_of_a_class_of_its_own_is_one_in_every_replica():
+    class Given(jobs.Points):
+        def model(self):
+            return Particular(4, 3)
+
+    (reference,) = record(Given)
+    assert_same_training(record(Given, "threads3"), reference)
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
+        (lambda: Borrowing(4, 3), "writes into seen, in place, and the replicas share it"),
+        (lambda: Scratching(4, 3), "writes into scratch, in place, and the replicas share it"),
+        (lambda: Shrinking(4, 3), "writes into the parameter weight"),
+        (lambda: Rebuilt(4, 3), "makes new parameters"),
         (lambda: Counting(4, 3), "changes the buffer seen, once for every micro-batch or replica"),
         (Renormalised, "writes into the parameter table.weight"),
         (lambda: Locked(4, 3), "Locked cannot be copied"),
         (lambda: Hooked(4, 3), "has a gradient hook"),
     ],
-    ids=["buffer", "parameter", "lock", "hook"],
+    ids=["scratch buffer", "scratch", "data", "deepcopy", "buffer", "parameter", "lock", "hook"],
 )
 def test_a_model_that_replicas_would_train_otherwise_is_refused(model, match):
     @dataclass(frozen=True, kw_only=True)

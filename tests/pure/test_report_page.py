@@ -354,3 +354,11 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     cells = page_of(one, two, one).cells
     assert cells[:2] == ["a/gpt", "b/gpt"]
     shutil.rmtree(two)
+
+
+def test_no_file_of_a_run_is_replaced_by_a_page(tmp_path: Path) -> None:
+    other = tmp_path / "run.json"
+    other.write_text("{}")
+    with pytest.raises(ReportError, match="exists and is not a page"):
+        write_page([tmp_path], other)
+    assert other.read_text() == "{}"

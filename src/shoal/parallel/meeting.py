@@ -189,12 +189,15 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
         self.has_drawn = False
+        self.written: set[int] = set()  # memory that operations write into, also where no version tells of it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or torch wraps the handler below in a function that imports torch._dynamo, one second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.written |= {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor) and not t.is_sparse}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         before = torch.get_rng_state()  # such an operation may draw nothing: attention without dropout

@@ -89,7 +89,7 @@ class Threads:
         chance = Chance()
         first = [chance] if self._draws is None else []
         copies = [self._replica() for _ in range(num - 1)]
-        versions, begun = self._versions(), Streams()
+        versions, shared, begun = self._versions(), self._shared(), Streams()
         with self._shared_cores() as pool, self.scope.meet(meeting):
             others = [
                 pool.submit(meeting.take_part, work, replica, number, [*modes, *first])
@@ -98,7 +98,8 @@ class Threads:
             meeting.take_part(work, self._model, 0, first)
             wait(others)
         made = meeting.results()
-        self._check_written(versions)
+        self._check_written(versions, chance.written)
+        self._check_shared(shared)
         if meeting.in_turns:
             meeting.after.restore()
             self._draws = bool(self._draws) or meeting.has_drawn or chance.has_drawn
@@ -114,9 +115,28 @@ class Threads:
     def _versions(self) -> list[int]:
         return [param._version for param in self._model.parameters()]
 
-    def _check_written(self, versions: Sequence[int]) -> None:
+    def _shared(self) -> dict[str, int]:
+        """Versions of what replicas share and must not write: buffers that no BatchNorm moves, and plain tensors."""
+        norms = tuple(n for n, m in self._model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+        found = {name: b._version for name, b in self._model.named_buffers() if name.rpartition(".")[0] not in norms}
+        for name, module in self._model.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    found[f"{name}.{key}".strip(".")] = value._version
+        return found
+
+    def _check_shared(self, before: dict[str, int]) -> None:
+        after = self._shared()
+        moved = next((name for name, version in before.items() if after.get(name, version) != version), None)
+        if moved is not None:
+            raise JobError(
+                f"the forward writes into {moved}, in place, and the replicas share it: each of them would write. No "
+                f"weight was changed by this step. Keep that state out of the forward, or take dp{self._num}."
+            )
+
+    def _check_written(self, versions: Sequence[int], memory: set[int]) -> None:
         for (name, param), version in zip(self._model.named_parameters(), versions, strict=True):
-            if param._version != version:
+            if param._version != version or param.untyped_storage()._cdata in memory:
                 raise JobError(
                     f"the forward writes into the parameter {name} (an embedding with max_norm does), whose memory the "
                     "replicas share. Do it after the update, in the optimizer's own step, or take --layout lone."
@@ -126,7 +146,10 @@ class Threads:
         pairs = [(param, _alias(param)) for param in self._model.parameters()]
         memo: dict[int, Any] = {id(kept): kept for kept in _kept(self._model, self.local_norms)}
         memo |= {id(param): alias for param, alias in pairs}
-        return copy.deepcopy(self._model, memo), pairs
+        replica = copy.deepcopy(self._model, memo)
+        if [id(param) for param in replica.parameters()] != [id(alias) for _, alias in pairs]:
+            raise TypeError("a __deepcopy__ of its own makes new parameters, so their gradients would be lost")
+        return replica, pairs
 
     @contextlib.contextmanager
     def _shared_cores(self) -> Iterator[ThreadPoolExecutor]:
@@ -180,6 +203,7 @@ def _names_of_torch() -> frozenset[str]:
 def _alias(param: nn.Parameter) -> nn.Parameter:
     """The same memory, with a gradient of its own."""
     alias = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    alias.__class__ = type(param)  # a subclass of the user's
     alias.__dict__.update(vars(param))
     return alias
 

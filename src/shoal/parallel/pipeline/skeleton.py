@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.dry import dry_mode
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.program import Program
 from shoal.parallel.pipeline.survey import Survey
-from shoal.parallel.pipeline.walk import NO_NUMBERS, View
+from shoal.parallel.pipeline.walk import NO_NUMBERS, View, versions_of
 from shoal.world import World
 
 
@@ -87,6 +87,9 @@ class Skeleton:
 
     def _survey(self, args: Any, kwargs: Any) -> Program:
         survey = Survey(self._mode, self._names)
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # each stage is given the batch as it was
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = versions_of(given)
         try:
             with _unchanged(self.model), self._view.walking(survey), survey:
                 output = self.model(*args, **kwargs)
@@ -96,6 +99,11 @@ class Skeleton:
                 f"({error}). If it calls torch.utils.checkpoint, leave that to the layout (recompute=block); else do "
                 "what asks for them inside of a module."
             ) from error
+        if versions_of(given) != versions:
+            raise LayoutError(
+                f"{self._world.layout}: the model's own forward writes in place into what it is called with, and each "
+                "stage of a pipeline is called with it. Let it make a new tensor, as x = x - mean does."
+            )
         return survey.end(output)
 
 

@@ -11,7 +11,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.program import Call, Meta, Program
@@ -19,8 +20,10 @@ from shoal.parallel.pipeline.walk import (
     NO_NUMBERS,
     SIDE,
     Walk,
+    changed_of,
     leaves_in,
     made_by,
+    memory_of,
     name_of,
     number_of,
     run_atom,
@@ -57,7 +60,7 @@ class Survey(Walk):
                 f"the model's own forward decides between its modules by numbers that parameters have made "
                 f"({name_of(func)}), and only one stage of a pipeline has them. Do it inside of a module."
             ) from error
-        changed = [t for t, before, now in zip(tensors, versions, versions_of(tensors), strict=True) if before != now]
+        changed = changed_of(tensors, versions)
         plain = next((t for t in changed if number_of(t) is None), None)
         if plain is not None:
             raise LayoutError(
@@ -81,16 +84,20 @@ class Survey(Walk):
         with _pop_mode_temporarily():  # out of sight of the walk
             args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
             given = tensors_in((args, kwargs))
-            versions = versions_of(given)
             kept = tree_map(_copied_object, (args, kwargs))
-            with _Touched(self._names) as touched:
+            contents = _contents(args, kwargs)
+            with _Touched(self._names, name, given) as touched, _Writes() as writes:
                 try:
                     with self._mode:
                         out = run_atom(module, args, kwargs)
                 except NO_NUMBERS:  # it decides by numbers: an expert that gets no token
                     out = self._run_on_zeros(module, *kept)
-            written = zip(tensors, versions, versions_of(given), strict=True)
-            changed = [tensor for tensor, before, now in written if before != now]
+            changed = [t for t, inner in zip(tensors, given, strict=True) if memory_of(inner) in writes.memory]
+        if _contents(args, kwargs) != contents:
+            raise LayoutError(
+                f"{name} puts something into a list or dict that it is given, which the other stages of a pipeline "
+                f"would not see. Let {name} return it."
+            )
         if any(number_of(tensor) is None for tensor in changed):
             raise LayoutError(
                 f"{name} changes what it is given, in place, and what each stage of a pipeline has made for itself. "
@@ -131,7 +138,7 @@ class Survey(Walk):
 
     def _sharers(self, tensors: list[Tensor]) -> tuple[int, ...]:
         """The values that share memory with these."""
-        found = [number for tensor in tensors for number, _ in self._in_memory.get(_memory(tensor), ())]
+        found = [number for tensor in tensors for number, _ in self._in_memory.get(memory_of(tensor), ())]
         return tuple(dict.fromkeys(found))
 
     def _note(
@@ -148,12 +155,7 @@ class Survey(Walk):
             self.program.calls.append(Call(atom, name, uses, makes, frozenset(params), writes))
             self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
             for number, tensor in zip(makes, made, strict=True):
-                self._in_memory.setdefault(_memory(tensor), []).append((number, tensor))
-
-
-def _memory(tensor: Tensor) -> int:
-    """Where its numbers are or would be: views share it."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+                self._in_memory.setdefault(memory_of(tensor), []).append((number, tensor))
 
 
 def _check_no_checkpoint(name: str) -> None:
@@ -214,15 +216,52 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 class _Touched(TorchFunctionMode):
-    """Which parameters take part in what runs within."""
+    """Which parameters take part in what runs within an atom; what it reads that it was not given is refused."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], atom: str, given: list[Tensor]) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self._known = names
+        self._known, self._atom, self._given = names, atom, {id(tensor) for tensor in given}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in leaves_in(args, kwargs or {}):
             if isinstance(leaf, nn.Parameter) and id(leaf) in self._known:
                 self.names.add(self._known[id(leaf)])
+            elif isinstance(leaf, Tensor) and id(leaf) not in self._given:
+                self._check(leaf)
         return func(*args, **(kwargs or {}))
+
+    def _check(self, tensor: Tensor) -> None:
+        maker = tensor.__dict__.get(SIDE)
+        if number_of(tensor) is not None or maker not in (None, self._atom):
+            raise LayoutError(
+                f"{self._atom} reads a tensor that it is not given and that another module has made or kept "
+                f"({maker or 'as an attribute'}): in a pipeline only one stage has it. Pass it as an argument."
+            )
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook has no types
+    """The memory that operations within write into, also where no version tells (`x.data.mul_`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
+        self.memory: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch wraps the handler below in a function that imports torch._dynamo, one second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.memory |= {memory_of(tensor) for tensor in tensors_in(value)}
+        return func(*args, **kwargs)
+
+
+def _contents(args: Any, kwargs: Any) -> tuple[str, list[int]]:
+    """What lists and dicts among these hold, by structure and identity."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return str(structure), [id(leaf) for leaf in leaves]

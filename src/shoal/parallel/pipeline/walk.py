@@ -119,6 +119,18 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def changed_of(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
+    """Those with another version than before; of several in one memory the first: a view is written with its base."""
+    now = versions_of(tensors)
+    changed = [t for t, before, after in zip(tensors, versions, now, strict=True) if before != after]
+    return list({memory_of(tensor): tensor for tensor in reversed(changed)}.values())[::-1]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where its numbers are or would be: views share it."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
 def made_by(out: Any, changed: list[Tensor]) -> list[Tensor]:
     """The tensors that a function has made or changed, each once."""
     found = [t for t in tensors_in(out) if not isinstance(t, nn.Parameter)] + changed
@@ -196,8 +208,7 @@ class StageWalk(Walk):
         versions = versions_of(tensors)
         with contextlib.nullcontext() if is_here else torch.no_grad():
             out = func(*args, **kwargs)
-        changed = [t for t, before, now in zip(tensors, versions, versions_of(tensors), strict=True) if before != now]
-        if made := made_by(out, changed):
+        if made := made_by(out, changed_of(tensors, versions)):
             self._made(name_of(func), made, is_here)
         return out
 

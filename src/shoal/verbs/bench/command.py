@@ -81,7 +81,7 @@ def command(
     session = functools.partial(
         _session,
         threads=threads or default_threads(largest),
-        device="cpu" if not on_gpu else device,
+        device=device or (None if on_gpu else "cpu"),
         quiet=quiet,
     )
     found = _apart(session, jobs, chosen, plan) if apart else session(jobs, chosen, plan)
@@ -228,6 +228,9 @@ def _take_part(
     try:
         with World.open(layout, place=place, device=device, timeout_min=_LIMIT_MIN) as world:
             found = measure(job, world, plan, counted, say)
+    except SystemExit as stop:
+        error = f"the job's own code called sys.exit({stop.code})"
+        found = Measured(layout=str(layout), num_devices=layout.num_ranks, batch_size=job.batch_size, error=error)
     except ShoalError as error:
         found = Measured(layout=str(layout), num_devices=layout.num_ranks, batch_size=job.batch_size, error=f"{error}")
     for _ in counted:

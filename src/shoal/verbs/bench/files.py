@@ -5,11 +5,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.folder import new_folder
+from shoal.verbs.bench.command import BenchError
 
 if TYPE_CHECKING:
     from shoal.verbs.bench.collectives_report import CollectivesReport
     from shoal.verbs.bench.megatron import Megatron
     from shoal.verbs.bench.report import Report
+
+
+def check_folder(folder: Path | None) -> None:
+    """Refuse, before anything is measured, a folder that cannot take the files.
+
+    Raises:
+        BenchError: it is a file, cannot be made, or holds a benchmark already.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"--run {folder} cannot be made: {error.strerror}. Name another folder.") from None
+    if any((folder / name).exists() for name in ("bench.json", "collectives.json", "run.json")):
+        raise BenchError(f"--run {folder} holds a run or a benchmark already. Name another folder.")
 
 
 def keep(report: "Report | CollectivesReport | Megatron", folder: Path | None) -> Path | None:

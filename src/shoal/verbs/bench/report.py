@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -303,4 +304,6 @@ def _loss(row: Row, *, is_base: bool, draws: bool) -> str:
 
 def _loss_difference(row: Measured, base: Measured) -> float:
     pairs = list(zip(row.losses, base.losses, strict=False))[:FIRST_STEPS]
-    return max(abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs)
+    apart = [0.0 if ours == theirs else abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs]
+    both = [math.isnan(ours) and math.isnan(theirs) for ours, theirs in pairs]
+    return max(0.0 if none else difference for difference, none in zip(apart, both, strict=True))

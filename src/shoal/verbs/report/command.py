@@ -20,6 +20,8 @@ def write_page(paths: Sequence[Path], to: Path | None = None) -> Path:
         ReportError: a folder with nothing to show, a damaged file, or the extra `report` is not installed.
         MetricsError: a damaged metrics.jsonl.
     """
+    if to is not None and to.exists() and not to.read_bytes()[:15].lower().startswith(b"<!doctype html"):
+        raise ReportError(f"{to} exists and is not a page: name another file, such as --to report.html")
     sources = read_all(paths)
     _require_extra()
     from shoal.verbs.report.page import page

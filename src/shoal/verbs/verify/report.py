@@ -94,7 +94,8 @@ class Report:
             return [f"{self.verdict.upper()}  {self.sentence}  {took}"]
         lines = [f"WRONG  {self.sentence}  {took}"]
         if self.ratio is not None:
-            lines.append(f"  ratio {self.ratio:.6g}, cosine {self.cosine:.9f}")
+            cosine = f", cosine {self.cosine:.9f}" if self.cosine is not None else ""
+            lines.append(f"  ratio {self.ratio:.6g}{cosine}")
         return lines + _others(self.findings)
 
 
