@@ -390,7 +390,7 @@ def test_a_parameter_of_a_class_of_its_own_is_one_in_every_replica():
         (lambda: Scratching(4, 3), "writes into scratch, in place, and the replicas share it"),
         (lambda: Shrinking(4, 3), "writes into the parameter weight"),
         (lambda: Rebuilt(4, 3), "makes new parameters"),
-        (lambda: Counting(4, 3), "changes the buffer seen, once for every micro-batch or replica"),
+        (lambda: Counting(4, 3), "writes into seen, in place, and the replicas share it"),
         (Renormalised, "writes into the parameter table.weight"),
         (lambda: Locked(4, 3), "Locked cannot be copied"),
         (lambda: Hooked(4, 3), "has a gradient hook"),
