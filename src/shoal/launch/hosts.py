@@ -7,6 +7,7 @@ The secret of the run goes through stdin, where nobody can list it. stdin stays 
 connection is gone, the other side reads its end and ends its ranks.
 """
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -110,8 +111,9 @@ def _begin(host: Host, call: Sequence[str], secret: str, *, is_first: bool) -> "
     except FileNotFoundError:
         raise LaunchError("there is no ssh on this machine; start the command on each host (--nnodes).") from None
     assert process.stdin is not None
-    process.stdin.write(f"{secret}\n".encode())
-    process.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and its exit code says why
+        process.stdin.write(f"{secret}\n".encode())
+        process.stdin.flush()
     for stream in () if is_first else (process.stdout, process.stderr):
         assert stream is not None
         threading.Thread(target=_show, args=(stream, host.name), daemon=True).start()
@@ -149,7 +151,8 @@ def _explain(host: Host, code: int) -> None:
 def _end(started: Sequence["subprocess.Popen[bytes]"]) -> None:
     for process in started:
         if process.stdin is not None:
-            process.stdin.close()  # they read it, and end
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # they read it, and end
     until = time.monotonic() + _PART_S
     for process in started:
         try:
