@@ -378,6 +378,24 @@ class Particular(nn.Linear):
         return super().forward(x) * (2.0 if isinstance(self.weight, Special) else 1.0)
 
 
+class Adding(nn.Linear):
+    """Reads a parameter in an operation that writes, and writes nothing of it."""
+
+    def forward(self, x):
+        out = x @ self.weight.T
+        out += self.bias
+        return out
+
+
+def test_a_parameter_may_be_read_by_an_operation_that_writes_elsewhere():
+    class Given(jobs.Points):
+        def model(self):
+            return Adding(4, 3)
+
+    (reference,) = record(Given)
+    assert_same_training(record(Given, "threads2"), reference)
+
+
 def test_a_parameter_of_a_class_of_its_own_is_one_in_every_replica():
     class Given(jobs.Points):
         def model(self):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shoal.metrics.meter import axis_of
 from shoal.world import World
-from shoal.world.messages import OPERATIONS
+from shoal.world.messages import seen
 
 ALL = "all"
 _FEW_BYTES = 48  # five float64 at most; the statistics of a BatchNorm are more
@@ -63,24 +63,11 @@ class Watch:
             self._phase = ""
             self.phases[name] += self._now() - began
 
-    @contextlib.contextmanager
-    def messages(self) -> Iterator[None]:
+    def messages(self) -> contextlib.AbstractContextManager[None]:
         """Within: waits are seen."""
-        group, work = dist.ProcessGroup, dist.Work
-        # From the class's own table: what `getattr` gives would not be bound to an object when it is put back.
-        kept = {name: vars(group)[name] for name in OPERATIONS if name in vars(group)}
-        wait = vars(work)["wait"]
-        for name in kept:
-            setattr(group, name, self._noting(getattr(group, name)))
-        work.wait = self._timing(work.wait)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            work.wait = wait  # type: ignore[method-assign]
-            for name, method in kept.items():
-                setattr(group, name, method)
+        return seen(self._noting, self._timing)
 
-    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             axis = self._axis(group)

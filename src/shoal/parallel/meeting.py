@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import JobError
 from shoal.parallel.norm import Scope
+from shoal.parallel.writes import written_by
 
 T = TypeVar("T")
 Modes = Sequence[contextlib.AbstractContextManager[Any]]
@@ -196,8 +197,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return False  # or torch wraps the handler below in a function that imports torch._dynamo, one second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            self.written |= {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor) and not t.is_sparse}
+        self.written |= written_by(func, args, kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         before = torch.get_rng_state()  # such an operation may draw nothing: attention without dropout

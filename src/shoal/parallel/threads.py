@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.meeting import Chance, Meeting, Modes, Replicas, Streams
+from shoal.parallel.writes import memory_of
 from shoal.world import World
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class Threads:
 
     def _check_written(self, versions: Sequence[int], memory: set[int]) -> None:
         for (name, param), version in zip(self._model.named_parameters(), versions, strict=True):
-            if param._version != version or param.untyped_storage()._cdata in memory:
+            if param._version != version or memory_of(param) in memory:
                 raise JobError(
                     f"the forward writes into the parameter {name} (an embedding with max_norm does), whose memory the "
                     "replicas share. Do it after the update, in the optimizer's own step, or take --layout lone."

@@ -44,6 +44,7 @@ OPERATIONS = {
 _TO_ONE = ("send", "recv")
 _MOST_KEPT = 1024  # works that nobody has waited for yet
 
+Method = Callable[..., Any]
 Packed = tuple[bytes, bytes, bytes, int]  # as `Record.enter` takes it
 
 
@@ -53,15 +54,28 @@ def noting(record: Record, mesh: Mesh, rank: int) -> Iterator[None]:
     if not record.is_read:
         yield
         return
+    noted = _Noted(record, mesh, rank)
+    with seen(noted.asking, noted.waiting):
+        yield
+
+
+@contextlib.contextmanager
+def seen(asking: Callable[[Method, str], Method], waiting: Callable[[Method], Method]) -> Iterator[None]:
+    """Within: what Python asks process groups for, and waits for, goes through these.
+
+    Args:
+        asking: given a method of a process group and its operation, what takes its place.
+        waiting: the same for `Work.wait`.
+    """
     import torch.distributed as dist
 
-    group, work, noted = dist.ProcessGroup, dist.Work, _Noted(record, mesh, rank)
+    group, work = dist.ProcessGroup, dist.Work
     # From the class's own table: what `getattr` gives would not be bound to an object when it is put back.
     kept = {name: vars(group)[name] for name in OPERATIONS if name in vars(group)}
     wait = vars(work)["wait"]
     for name in kept:
-        setattr(group, name, noted.asking(getattr(group, name), OPERATIONS[name]))
-    work.wait = noted.waiting(work.wait)  # type: ignore[method-assign]
+        setattr(group, name, asking(getattr(group, name), OPERATIONS[name]))
+    work.wait = waiting(work.wait)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -23,7 +23,6 @@ from shoal.parallel.pipeline.walk import (
     changed_of,
     leaves_in,
     made_by,
-    memory_of,
     name_of,
     number_of,
     run_atom,
@@ -31,6 +30,7 @@ from shoal.parallel.pipeline.walk import (
     uses_of,
     versions_of,
 )
+from shoal.parallel.writes import memory_of, written_by
 
 
 class Survey(Walk):
@@ -252,13 +252,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         return False  # or torch wraps the handler below in a function that imports torch._dynamo, one second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.memory |= {memory_of(tensor) for tensor in tensors_in(value)}
-        return func(*args, **kwargs)
+        self.memory |= written_by(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _contents(args: Any, kwargs: Any) -> tuple[str, list[int]]:

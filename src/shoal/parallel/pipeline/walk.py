@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import JobError
 from shoal.parallel.pipeline.program import Cut, Program
 from shoal.parallel.swap import become
+from shoal.parallel.writes import memory_of
 
 _NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
 _ELSEWHERE = "_shoal_elsewhere"  # of a tensor: it is a shape, and its numbers are in another stage
@@ -124,11 +125,6 @@ def changed_of(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
     now = versions_of(tensors)
     changed = [t for t, before, after in zip(tensors, versions, now, strict=True) if before != after]
     return list({memory_of(tensor): tensor for tensor in reversed(changed)}.values())[::-1]
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Where its numbers are or would be: views share it."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def made_by(out: Any, changed: list[Tensor]) -> list[Tensor]:
