@@ -330,7 +330,11 @@ def test_the_failure_screen_says_what_a_killed_rank_was_doing(tmp_path: Path) ->
 
 def test_the_failure_screen_says_that_a_killed_rank_was_in_a_collective(tmp_path: Path) -> None:
     def kill_inside(folder: Path) -> None:
-        wait_until(lambda: seen_of(folder, 0).is_inside and seen_of(folder, 0).step == TRAP)
+        def waits_for_sums() -> bool:  # and not for a log's figures, which are there in a moment
+            seen = seen_of(folder, 0)
+            return seen.is_inside and seen.step == TRAP and seen.operation == "all_reduce"
+
+        wait_until(waits_for_sums)
         os.kill(pid_of(folder, 0), signal.SIGKILL)
 
     late = job(forward=once(1, lambda: time.sleep(5.0)))
