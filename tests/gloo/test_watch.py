@@ -332,7 +332,9 @@ def test_the_failure_screen_says_that_a_killed_rank_was_in_a_collective(tmp_path
     def kill_inside(folder: Path) -> None:
         def waits_for_sums() -> bool:  # and not for a log's figures, which are there in a moment
             seen = seen_of(folder, 0)
-            return seen.is_inside and seen.step == TRAP and seen.operation == "all_reduce"
+            return bool(
+                seen.is_inside and seen.step == TRAP and seen.message and seen.message.operation == "all_reduce"
+            )
 
         wait_until(waits_for_sums)
         os.kill(pid_of(folder, 0), signal.SIGKILL)
