@@ -93,9 +93,10 @@ def test_ssh_reaches_a_host_until_its_plug_is_pulled_and_nothing_is_left(hosts):
 
 def test_hosts_end_when_whoever_made_them_is_killed(tmp_path, hosts):
     code = (
-        f"from pathlib import Path; from netns import Net; n = Net(1, Path('{tmp_path}/x')); print(n[0].pid, flush=1)"
+        "from pathlib import Path; from netns import Net\n"
+        f"net = Net(1, Path({str(tmp_path / 'x')!r})); print(net[0].pid, flush=True)\n"
+        "net[0].run('sleep', '600', timeout=600)"
     )
-    code += "; n[0].run('sleep', '600', timeout=600)"
     maker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     pid = int(maker.stdout.readline())

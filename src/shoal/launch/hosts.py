@@ -66,16 +66,21 @@ def commands(hosts: Sequence[Host], words: Sequence[str], *, folder: Path, port:
         folder: the working folder, the same on each host.
     """
     address = hosts[0].name.rpartition("@")[2]
-    forwarded = {name: os.environ[name] for name in _FORWARDED if name in os.environ} | {FOLLOW: "1"}
-    settings = [f"{name}={shlex.quote(value)}" for name, value in forwarded.items()]
     found = []
     for rank, host in enumerate(hosts):
         meet = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
         meet += ["--master-addr", address, "--master-port", str(port)]
-        there = shlex.join([host.python, "-m", "shoal", *words, *meet])
-        begin = f"read -r SHOAL_SECRET; export SHOAL_SECRET; cd {shlex.quote(str(folder))}"
-        found.append([*_SSH, host.name, f"{begin} && exec env {' '.join(settings)} {there}"])
+        found.append(over_ssh(host, "shoal", [*words, *meet], folder))
     return found
+
+
+def over_ssh(host: Host, module: str, words: Sequence[str], folder: Path) -> list[str]:
+    """What is run here to run a module of Python there, in the same folder; the first line of stdin is its secret."""
+    forwarded = {name: os.environ[name] for name in _FORWARDED if name in os.environ} | {FOLLOW: "1"}
+    settings = [f"{name}={shlex.quote(value)}" for name, value in forwarded.items()]
+    there = shlex.join([host.python, "-m", module, *words])
+    begin = f"read -r SHOAL_SECRET; export SHOAL_SECRET; cd {shlex.quote(str(folder))}"
+    return [*_SSH, host.name, f"{begin} && exec env {' '.join(settings)} {there}"]
 
 
 def without_hosts(words: Sequence[str]) -> list[str]:
@@ -140,12 +145,17 @@ def _until_all_have_ended(hosts: Sequence[Host], started: Sequence["subprocess.P
 
 
 def _explain(host: Host, code: int) -> None:
+    if why := why_of(host, code):
+        sys.stderr.write(f"{host.name}: {why}\n")
+
+
+def why_of(host: Host, code: int) -> str:
+    """What an exit code of ssh's means; empty where it is that of what ran there."""
     why = {
-        255: "ssh could not connect, or lost the connection. Try: ssh " + host.name,
+        255: f"ssh could not connect, or lost the connection. Try: ssh {host.name}",
         _NO_SUCH_FILE: f"there is no {host.python}. Name its interpreter: --hosts ...,{host.name}=/path/to/python",
     }
-    if code in why:
-        sys.stderr.write(f"{host.name}: {why[code]}\n")
+    return why.get(code, "")
 
 
 def _end(started: Sequence["subprocess.Popen[bytes]"]) -> None:
