@@ -31,6 +31,7 @@ class Call:
         uses, makes: the values that go in and come out.
         params: names of the parameters that take part.
         writes: the values that it changes in place, and all that share memory with them.
+        changed: of a function, which of the tensors that it is given it changes, by place.
     """
 
     atom: str
@@ -39,6 +40,7 @@ class Call:
     makes: tuple[int, ...]
     params: frozenset[str] = frozenset()
     writes: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class Cut:
                     f"{latest} makes. Put it in that stage or a later one."
                 )
             homes.append(own)
-        # Made of parameters alone: where it is used first.
+        # Made of parameters alone: where it is used first. A function of such values: where they are, as of all values.
         users: dict[int, list[int]] = {}
         for place, call in enumerate(program.calls):
             for value in call.uses:
@@ -149,7 +151,10 @@ class Cut:
         for place in reversed(range(len(homes))):
             if homes[place] is None:
                 homes[place] = min((homes[user] or 0 for user in users.get(place, ())), default=num_stages - 1)
-        known = [home if home is not None else 0 for home in homes]
+        known: list[int] = []
+        for call, home in zip(program.calls, homes, strict=True):
+            of_uses = () if call.atom else (known[made_at[value]] for value in call.uses)
+            known.append(max(of_uses, default=home or 0))
         needed: dict[int, int] = dict.fromkeys(program.returns, num_stages - 1)
         for call, home in zip(program.calls, known, strict=True):
             for value in call.uses:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from shoal.parallel.pipeline.backward import first_half, whole
 from shoal.parallel.pipeline.message import message_bytes, pack, unpack
 from shoal.parallel.pipeline.program import Cut, Meta, Program
 
@@ -199,14 +199,9 @@ class Stage(_PipelineStageBase):
         used = [(tensor, grad) for tensor, grad in zip(outputs, grads, strict=True) if grad is not None]
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             if full_backward:
-                _backward(used)
-            elif not wanted:
-                self._halfway[bwd_chunk_id] = lambda: _backward(used)
+                whole(used)
             else:
-                # torch cuts the graph behind these tensors in place, which it cannot do to a view.
-                ends = [tensor.clone() for tensor, _ in used]
-                _, groups = stage_backward_input(ends, [grad for _, grad in used], wanted, iter(self._params()))
-                self._halfway[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._params()), groups)
+                self._halfway[bwd_chunk_id] = first_half(used, wanted, self._params)
         if self.is_last and wanted:
             loss.detach_()  # torch's schedule keeps it to the end of the step; its graph would keep what was received
         self._leaving["gradients", bwd_chunk_id] = [tensor.grad for tensor in wanted]
@@ -235,8 +230,3 @@ class Stage(_PipelineStageBase):
 
     def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
         return ()
-
-
-def _backward(used: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if used:
-        torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])

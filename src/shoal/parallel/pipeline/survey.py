@@ -60,7 +60,8 @@ class Survey(Walk):
                 f"the model's own forward decides between its modules by numbers that parameters have made "
                 f"({name_of(func)}), and only one stage of a pipeline has them. Do it inside of a module."
             ) from error
-        changed = changed_of(tensors, versions)
+        written = tuple(changed_of(tensors, versions))
+        changed = [tensors[place] for place in written]
         plain = next((t for t in changed if number_of(t) is None), None)
         if plain is not None:
             raise LayoutError(
@@ -69,7 +70,7 @@ class Survey(Walk):
                 "torch.stack, or do it inside of a module."
             )
         place, made = self.place, made_by(out, changed)
-        self._note("", name_of(func), uses, made, self._params(tensors), self._sharers(changed))
+        self._note("", name_of(func), uses, made, self._params(tensors), self._sharers(changed), written)
         if made and not changed and not {id(t) for t in made} & {id(t) for t in tensors}:
             self.program.outputs[place] = out
         return out
@@ -149,10 +150,11 @@ class Survey(Walk):
         made: list[Tensor],
         params: set[str],
         writes: tuple[int, ...] = (),
+        changed: tuple[int, ...] = (),
     ) -> None:
         if made or atom:
             makes = self._number(made)
-            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params), writes))
+            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params), writes, changed))
             self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
             for number, tensor in zip(makes, made, strict=True):
                 self._in_memory.setdefault(memory_of(tensor), []).append((number, tensor))

@@ -120,11 +120,14 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def changed_of(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
-    """Those with another version than before; of several in one memory the first: a view is written with its base."""
+def changed_of(tensors: list[Tensor], versions: list[int]) -> list[int]:
+    """The places of those with another version than before; of several in one memory the first: a view's base."""
     now = versions_of(tensors)
-    changed = [t for t, before, after in zip(tensors, versions, now, strict=True) if before != after]
-    return list({memory_of(tensor): tensor for tensor in reversed(changed)}.values())[::-1]
+    first: dict[int, int] = {}  # by memory
+    for place, (before, after) in enumerate(zip(versions, now, strict=True)):
+        if before != after:
+            first.setdefault(memory_of(tensors[place]), place)
+    return list(first.values())
 
 
 def made_by(out: Any, changed: list[Tensor]) -> list[Tensor]:
@@ -200,11 +203,9 @@ class StageWalk(Walk):
             return self._passed_over(name_of(func))
         convert = self._resolved if is_here else self._as_shapes
         args, kwargs = convert(args), convert(kwargs)
-        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
-        versions = versions_of(tensors)
         with contextlib.nullcontext() if is_here else torch.no_grad():
             out = func(*args, **kwargs)
-        if made := made_by(out, changed_of(tensors, versions)):
+        if made := made_by(out, self._changed(func, args, kwargs)):
             self._made(name_of(func), made, is_here)
         return out
 
@@ -222,6 +223,14 @@ class StageWalk(Walk):
         self._check_plain(name, out)
         self._made(name, made_by(out, []), True)
         return out
+
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """What of these the survey has seen to be changed: shapes of one memory are no views of each other here."""
+        place, calls = self.place, self._program.calls
+        if place >= len(calls) or not calls[place].changed or calls[place].name != name_of(func):
+            return []
+        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        return [tensors[index] for index in calls[place].changed if index < len(tensors)]
 
     def _is_next(self, func: Any) -> bool:
         """Whether this is the next call of the program, and all that it does is to make something."""
@@ -263,7 +272,8 @@ class StageWalk(Walk):
         else:
             for tensor in made:
                 tensor.__dict__[_ELSEWHERE] = True
-        self._is_over = place == self._cut.last[self._stage] and self._stage < self._cut.num_stages - 1
+        if self._stage < self._cut.num_stages - 1:
+            self._is_over |= place == self._cut.last[self._stage]
 
     def _check_path(self, name: str, num_made: int | None = None) -> None:
         """The calls are those of the program."""
