@@ -5,6 +5,7 @@ runs/digits/  run.json  metrics.jsonl  logs/rank_0.log  checkpoints/step_000500/
 
 import fcntl
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """As any reader takes it: a number that is not finite is null, and what JSON does not know is its text."""
+    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_finite(key) if isinstance(key, float) else key: _finite(of) for key, of in value.items()}
+    return [_finite(of) for of in value] if isinstance(value, list | tuple) else value
 
 
 def new_folder(base: Path) -> Path:
@@ -80,5 +94,5 @@ class RunFolder:
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Write run.json, at once or not at all."""
         partial = self.path / "run.json.tmp"
-        partial.write_text(json.dumps(facts, indent=2, default=str) + "\n")
+        partial.write_text(to_json(facts, indent=2) + "\n")
         partial.replace(self.path / "run.json")

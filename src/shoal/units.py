@@ -28,3 +28,8 @@ def show_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def show_share(share: float) -> str:
+    """`0.255` -> `25.5%`, `0.000213` -> `0.021%`: nothing that is there reads as 0."""
+    return f"{share:.1%}" if share == 0 or abs(share) >= 0.01 else f"{100 * share:.2g}%"

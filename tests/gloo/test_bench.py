@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from shoal import Job, Sum, mean_loss
 from shoal.models.gpt import Decoder
-from shoal.verbs.bench import BenchError, check_folder, command
+from shoal.verbs.bench import command
 from shoal.verbs.plan import command as plan
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, VOCABULARY = 32, 2, 4, 16, 8, 256
@@ -302,11 +302,3 @@ def test_a_layout_whose_own_code_leaves_does_not_stop_the_others():
     assert "called sys.exit" in found.rows[1].error
     assert [row.layout for row in found.good] == ["lone"]
     assert found.exit_code == 1
-
-
-def test_a_folder_that_cannot_take_the_files_is_refused_before_anything_is_measured(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "bench.json").touch()
-    for folder, reason in ((tmp_path / "file", "cannot be made"), (tmp_path, "holds a run or a benchmark already")):
-        with pytest.raises(BenchError, match=reason):
-            check_folder(folder)

@@ -96,10 +96,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a job in several layouts side by side: speed, efficiency, where the time goes, the same loss."""
-    from shoal.verbs.bench import answer, check_folder, keep
+    from shoal.verbs.bench import answer, claimed, keep
 
-    with answering(as_json):
-        check_folder(run)
+    with answering(as_json), claimed(run):
         found = answer(
             what,
             layouts=layouts,

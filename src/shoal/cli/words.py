@@ -1,7 +1,6 @@
 """What the verbs of the command line share: the application, words, and how a result is told."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.errors import ShoalError
+from shoal.folder import to_json
 
 USAGE = 2  # a person's mistake: the message says what to do
 INTERRUPTED = 130  # Ctrl-C
@@ -59,4 +59,4 @@ def answering(as_json: bool) -> Iterator[None]:
 
 
 def print_json(result: Any) -> None:
-    typer.echo(json.dumps(result, default=str))
+    typer.echo(to_json(result))

@@ -20,7 +20,7 @@ from typing import get_args
 from shoal.errors import LaunchError
 from shoal.launch.crew import Crew, concluded
 from shoal.launch.fork import fork_quietly
-from shoal.launch.machine import default_threads, has_accelerator, num_cores, num_memory_kills
+from shoal.launch.machine import default_threads, has_accelerator, most_ranks, num_cores, num_memory_kills
 from shoal.launch.muster import meet, same_everywhere
 from shoal.launch.named import Named, name_of, spec
 from shoal.launch.nodes import Nodes
@@ -38,8 +38,6 @@ from shoal.record import prepare
 from shoal.world import Place
 
 Screen = Callable[[str], None]
-
-_MOST_RANKS, _MOST_PER_CORE = 64, 4  # on one machine: beyond it is a slip of the finger
 
 
 def start(
@@ -187,7 +185,7 @@ class _Plan:
     def check(self) -> None:
         if self.num_ranks < 1:
             raise LaunchError(f"{self.num_ranks} processes: at least 1 must run.")
-        most = max(_MOST_RANKS, _MOST_PER_CORE * num_cores())
+        most = most_ranks()
         if self.num_ranks > most:
             raise LaunchError(
                 f"{self.num_ranks} processes on {num_cores()} cores would bring this machine down; at most {most} "

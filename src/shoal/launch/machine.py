@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MOST_RANKS, _MOST_PER_CORE = 64, 4
 
 
 def num_cores() -> int:
@@ -13,6 +14,11 @@ def num_cores() -> int:
     if quota.isdecimal() and period.strip().isdecimal():
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
+
+
+def most_ranks() -> int:
+    """How many processes start here: more is a slip of the finger."""
+    return max(_MOST_RANKS, _MOST_PER_CORE * num_cores())
 
 
 def default_threads(num_ranks: int) -> int:

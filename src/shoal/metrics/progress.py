@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Any, Protocol
 
-from shoal.units import show_seconds
+from shoal.units import show_seconds, show_share
 
 Values = Mapping[str, float | None]
 
@@ -61,7 +61,7 @@ _SHOWN: Mapping[str, Callable[[float], str]] = {
     "perf/tokens_per_s": lambda rate: f"{_count(rate)} tokens/s",
     "perf/step_time_s": lambda seconds: f"{show_seconds(seconds)}/step",
     "perf/data_wait": lambda share: f"data {share:.0%}",
-    "perf/mfu": lambda share: f"MFU {share:.1%}",
+    "perf/mfu": lambda share: f"MFU {show_share(share)}",
 }
 
 

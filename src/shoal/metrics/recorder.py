@@ -207,7 +207,7 @@ class Recorder:
     def _explain(self, flops: float) -> None:
         if not flops:
             return
-        self.note(f"flops   {show_count(flops)}FLOP in step 1: {CONVENTION}")
+        self.note(f"flops   {show_count(flops)}FLOP in step {self._first}: {CONVENTION}")
         self.note(f"mfu     against {self._num_devices} x {self._peak or 'n/a (no peak is known for this device)'}")
         uncounted = self._flops.uncounted if self._flops else set()
         if uncounted:

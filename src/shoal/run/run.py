@@ -107,7 +107,8 @@ class Run:
             from shoal.run.schedule import picture_schedule  # what draws, others need not load
 
             with self.recorder.paused():
-                self.say(picture_schedule(pipeline, self.world, None if self.folder is None else self.folder.path))
+                folder = None if self.folder is None else self.folder.path
+                self.say(picture_schedule(pipeline, self.world, folder, self.step))
         return result
 
     def _learning_rates(self) -> dict[int, float]:

@@ -13,8 +13,8 @@ from shoal.world import World
 NAME = "schedule.svg"
 
 
-def picture_schedule(pipeline: Pipeline, world: World, folder: Path | None) -> str:
-    """Gather the last step of every rank, draw it beside what the schedule promises; collective.
+def picture_schedule(pipeline: Pipeline, world: World, folder: Path | None, step: int) -> str:
+    """Gather the last step of every rank, of that number, draw it beside what the schedule promises; collective.
 
     Returns:
         A line to say; the file is written by rank 0, where there is a folder.
@@ -36,5 +36,5 @@ def picture_schedule(pipeline: Pipeline, world: World, folder: Path | None) -> s
     where = f": {folder / NAME}" if folder is not None else ""
     shares = (bubble(spans, world.layout.pp) for spans in (predicted, measured))
     equal = bubble(timetable(world.layout, lambda kind, stage: 2.0 if kind == "B" else 1.0), world.layout.pp)
-    text = "bubble  {:.0%} with the times of these stages, {:.0%} measured in step 3, {:.0%} were all stages equal"
-    return text.format(*shares, equal) + where
+    text = "bubble  {:.0%} with the times of these stages, {:.0%} measured in step {}, {:.0%} were all stages equal"
+    return text.format(*shares, step, equal) + where

@@ -2,6 +2,6 @@
 
 from shoal.verbs.bench.answer import answer
 from shoal.verbs.bench.command import BenchError, command
-from shoal.verbs.bench.files import check_folder, keep
+from shoal.verbs.bench.files import claimed, keep
 
-__all__ = ["BenchError", "answer", "check_folder", "command", "keep"]
+__all__ = ["BenchError", "answer", "claimed", "command", "keep"]

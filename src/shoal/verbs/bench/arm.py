@@ -50,12 +50,19 @@ class Plan:
         """In all; one is metered, and one may be passed over."""
         return self.warm_up + self.rounds * self.block + self.watched + 2
 
+    @property
+    def turns(self) -> int:
+        """Of each layout: it warms up, looks where the time goes, and is timed."""
+        return self.rounds + 2
 
-def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) -> Measured | None:
-    """Step in each turn: warm-up in the first, then a block that is timed, then what is seen of a step.
 
-    Returns:
-        On rank 0 what was measured.
+def measure(
+    job: Job, world: World, plan: Plan, turns: Iterable[int], keep: Callable[[Measured], None], say: Say
+) -> None:
+    """Step in each turn: warm-up in the first, then what is seen of a step, then blocks that are timed.
+
+    Args:
+        keep: is told by rank 0 after each of them what was measured so far.
     """
     run = assemble(job, world, quiet=True, log_every=plan.block)
     steps = run.steps()
@@ -72,15 +79,18 @@ def measure(job: Job, world: World, plan: Plan, turns: Iterable[int], say: Say) 
             torch.set_num_threads(torch.get_num_threads() * world.layout.threads)
             draws, seen = _first(run, steps)
             losses += [*seen, *_stepped(run, steps, plan.warm_up - 1)[1]]
-        elif turn <= plan.rounds:
+        elif turn == 1:
+            say(f"{world.layout}  looks where the time goes")
+            found, seen = _seen(run, steps, plan, peak)
+            found = replace(found, draws=draws, note=_note(run))
+            losses += seen
+        else:
             step_s, seen = _stepped(run, steps, plan.block)
             times_s.append(step_s)
             losses += seen
-            say(f"round {turn}/{plan.rounds}  {world.layout}  {step_s * 1e3:.1f} ms/step  loss {seen[-1]:.4g}")
-        else:
-            say(f"{world.layout}  looks where the time goes")
-            found = replace(_seen(run, steps, plan, times_s, losses, peak), draws=draws, note=_note(run))
-    return found
+            say(f"round {turn - 1}/{plan.rounds}  {world.layout}  {step_s * 1e3:.1f} ms/step  loss {seen[-1]:.4g}")
+        if found is not None and world.rank == 0:
+            keep(replace(found, times_s=times_s, losses=losses))
 
 
 def _first(run: Run, steps: Iterator[Any]) -> tuple[bool | None, list[float]]:
@@ -124,16 +134,15 @@ def _peak(world: World, job: Job) -> Peak | None:
     return replace(own, flops=best) if own else None
 
 
-def _seen(
-    run: Run, steps: Iterator[Any], plan: Plan, times_s: list[float], losses: list[float], peak: Peak | None
-) -> Measured:
+def _seen(run: Run, steps: Iterator[Any], plan: Plan, peak: Peak | None) -> tuple[Measured, list[float]]:
+    """Where time, memory and messages go; and the losses of the steps that it took."""
     world, job = run.world, run.job
-    spent, actions, cpu_s = _watched(run, steps, plan.watched)
+    spent, actions, cpu_s, losses = _watched(run, steps, plan.watched)
     epoch = run.ledger.steps_per_epoch
     if epoch is not None and epoch > 1 and (run.step + 1) % epoch == 0:
-        next(steps)()  # the last batch of an epoch may be a small one
+        losses += _stepped(run, steps, 1)[1]  # the last batch of an epoch may be a small one
     with metered(run) as found:
-        next(steps)()
+        losses.append(float(next(steps)().loss))
     if world.layout.threads > 1:  # they are metered one after the other, and run side by side
         found.peak_bytes["activations"] *= world.layout.threads
     ratio = found.flops.hardware / max(found.flops.model, 1)
@@ -155,15 +164,13 @@ def _seen(
     for number, rank in enumerate(ranks if schedule.promised else ()):
         bubble_s = schedule.idle_s(world.mesh.coordinate(number, "pp"))
         ranks[number] = replace(rank, spent=replace(rank.spent, bubble_s=bubble_s))
-    return Measured(
+    measured = Measured(
         layout=str(world.layout),
         num_devices=world.size * world.layout.threads,
         batch_size=job.batch_size,
         threads=torch.get_num_threads() // world.layout.threads,
         tokens_per_sample=run.ledger.tokens_per_step and run.ledger.tokens_per_step // job.batch_size,
         precision=job.precision,
-        times_s=times_s,
-        losses=losses,
         model_flops=sum(row["flops"][0] for row in rows),
         hardware_flops=sum(row["flops"][1] for row in rows),
         peak_flops=peak.flops if peak else None,
@@ -172,14 +179,15 @@ def _seen(
         spans=schedule.measured,
         promised=schedule.promised,
         ranks=ranks,
-        versions={**versions(), "device": str(world.device), "backend": world.backend or "none"},
+        versions={**versions(), "device": str(world.device), **({"backend": world.backend} if world.backend else {})},
     )
+    return measured, losses
 
 
-def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions, float]:
-    """Where the time of some steps goes, what a pipeline does in each, and CPU seconds per step."""
+def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions, float, list[float]]:
+    """Where the time of some steps goes, what a pipeline does in each, CPU seconds per step, and the losses."""
     world, placement = run.world, placement_of(run.model)
-    watch, hidden, actions, data_s = Watch(world), [], [], 0.0
+    watch, hidden, actions, losses, data_s = Watch(world), [], [], [], 0.0
     replica = placement.replica if isinstance(placement.replica, Replica) else None
     run.watch(watch.phase)
     with watch.messages():
@@ -189,7 +197,9 @@ def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions
             asked = time.perf_counter()
             step = next(steps)
             data_s += time.perf_counter() - asked
-            run.log(step())
+            result = step()
+            run.log(result)
+            losses.append(result.loss)
             if replica is not None:
                 hidden.append(replica.exposed_s())
             actions.append(placement.pipeline.spans() if placement.pipeline else [])
@@ -205,4 +215,4 @@ def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions
         waits_s={key: s / count for key, s in watch.waits.items()},
         hidden_s={axis: hidden_s} if hidden_s else {},
     )
-    return spent, actions, cpu_s / count
+    return spent, actions, cpu_s / count, [float(loss) for loss in losses]

@@ -16,12 +16,12 @@ from shoal.layout import Layout, nearest_layouts
 from shoal.metrics.links import OPERATIONS
 from shoal.units import show_bytes
 from shoal.verbs.bench.collectives_report import CollectivesReport, Row
+from shoal.verbs.bench.worlds import ENDED
 from shoal.world import Place, before_torch
 
 if TYPE_CHECKING:
     from shoal.launch import Outcome
 
-INTERRUPTED = 130  # Ctrl-C
 ROUNDS = 7
 _BUDGET_S = 15.0  # shared equally by all cells; the slowest take more, for their least number of rounds
 _COPIES = 4  # of the largest buffer, on each rank: two of ours, two of the backend at most
@@ -59,7 +59,6 @@ def command(
 
     Raises:
         ShoalError: what makes no sense, before any process starts.
-        KeyboardInterrupt: Ctrl-C before the end of the first round; later the report has what was measured.
     """
     before_torch()
     if Place.find().size > 1:
@@ -109,12 +108,13 @@ def _report(outcome: "Outcome", measured: Path, rounds: int) -> CollectivesRepor
     from shoal.launch.machine import num_cores
 
     report = CollectivesReport(layout="", num_ranks=0, exit_code=outcome.exit_code)
-    if outcome.exit_code not in (0, INTERRUPTED):
+    if outcome.exit_code not in (0, *ENDED):
         why = outcome.failures[0].error if outcome.failures else f"exit code {outcome.exit_code}"
         report.notes.append(f"the benchmark failed: {why}")
         return report
     if not measured.exists():
-        raise KeyboardInterrupt
+        report.notes.append("ended before the first round was complete.")
+        return report
     told = json.loads(measured.read_text())
     report.rows = [Row.of(row) for row in told["rows"]]
     report.machine = told["machine"] | {"cores": num_cores()}

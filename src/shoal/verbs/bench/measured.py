@@ -53,13 +53,15 @@ class Measured:
         versions: of torch and shoal, and the device.
         draws: the forward draws random numbers (dropout), other ones in each layout; None where that was not seen.
         note: what else a reader must know.
-        error: why it is refused; all else is empty then.
+        error: why it is refused, or how it failed; what it had measured by then is here.
+        log: of the rank that failed first, below the folder of the benchmark; empty where the layout is refused.
     """
 
     layout: str
     num_devices: int
     batch_size: int
     error: str = ""
+    log: str = ""
     threads: int = 1
     tokens_per_sample: int | None = None
     precision: str = ""
@@ -76,6 +78,12 @@ class Measured:
     draws: bool | None = None
     note: str = ""
     ranks: list[RankMeasured] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> str:
+        """How it ended badly, in a sentence."""
+        verb, log = ("failed", f" Its log: logs/{self.log}") if self.log else ("is refused", "")
+        return f"{self.layout} {verb}: {self.error}{log}"
 
     @property
     def step_s(self) -> float:

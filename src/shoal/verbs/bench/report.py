@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -10,13 +11,14 @@ from typing import Any
 
 from shoal.metrics.definitions import efficiency, hfu, mfu, per_device, speed_up, throughput, weak_efficiency
 from shoal.metrics.shares import shares
-from shoal.units import show_bytes, show_count
+from shoal.units import show_bytes, show_count, show_share
 from shoal.verbs.bench.diagnose import diagnose
 from shoal.verbs.bench.measured import Measured
 
 # Of a loss, relative, in the first steps; later on rounding grows, in one process as in many.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 FIRST_STEPS = 5
+_WIDTH = 110  # of a line of text
 _NOISY = 1.3  # the slowest round of a layout over its quickest
 
 
@@ -58,7 +60,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Of a comparison; the first layout that is `lone`, or else the first one, is the base."""
+    """Of a comparison; the first layout that is `lone`, or else the first one, is the base.
+
+    Attributes:
+        stopped: the exit code where somebody ended it early; the rows hold the rounds that are complete.
+        logs: by name, of the ranks that failed.
+    """
 
     job: str
     mode: str
@@ -66,6 +73,8 @@ class Report:
     cores: int
     seconds: float
     fields: Mapping[str, Any] = field(default_factory=dict)
+    stopped: int = 0
+    logs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def good(self) -> list[Measured]:
@@ -79,7 +88,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 where all layouts ran, and trained the same."""
+        """0 where all layouts ran, and trained the same; of what was ended early, that of the signal."""
+        if self.stopped:
+            return self.stopped
         return 0 if self.good == self.rows and all(row.is_same for row in self.table()) else 1
 
     @property
@@ -159,6 +170,7 @@ class Report:
         return {
             "kind": "bench",
             "exit_code": self.exit_code,
+            "stopped": self.stopped,
             "job": self.job,
             "fields": dict(self.fields),
             "mode": self.mode,
@@ -209,9 +221,14 @@ class Report:
         rows = self.table()
         lines = [f"bench   {self.job}, {self.mode} scaling, {self.cores} cores"]
         if rows:
-            lines += [_shown(self._main(rows)), _shown(_where(rows)), *self.sentences(), ""]
-        lines += [f"{row.layout} is refused: {row.error}" for row in self.rows if row.error]
-        return "\n".join([*lines, *self.conventions()])
+            lines += [_shown(self._main(rows)), _shown(_where(rows)), *map(_wrapped, self.sentences()), ""]
+        lines += [_wrapped(row.outcome) for row in self.rows if row.error]
+        lines += [_wrapped(f"Ended early (exit code {self.stopped}): {self._rounds()}")] if self.stopped else []
+        return "\n".join([*lines, *map(_wrapped, self.conventions())])
+
+    def _rounds(self) -> str:
+        whole = len(self.good[0].times_s) if self.good else 0
+        return f"the figures are of {whole} round{'s' * (whole > 1)}." if whole else "no round was complete."
 
     def _main(self, rows: Sequence[Row]) -> list[list[str]]:
         recomputes = any(row.hfu != row.mfu for row in rows)
@@ -272,7 +289,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    return "" if value is None else show_share(value)
 
 
 def _shown(table: Sequence[Sequence[str]]) -> str:
@@ -290,8 +307,13 @@ def _shown(table: Sequence[Sequence[str]]) -> str:
     return out.getvalue().rstrip("\n")
 
 
+def _wrapped(text: str) -> str:
+    """Lines that a terminal shows whole."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
 def _percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{share:.1%}"
+    return "n/a" if share is None else show_share(share)
 
 
 def _loss(row: Row, *, is_base: bool, draws: bool) -> str:
