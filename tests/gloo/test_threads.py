@@ -2,6 +2,8 @@
 
 import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,6 +295,93 @@ def test_replicas_in_different_norms_are_an_error_and_no_hang():
             return None
 
     refused(Chosen, JobError, "that another one does not come to")
+
+
+LOCK = threading.Lock()  # of the user's, for all replicas
+
+
+class Guarded(nn.Module):
+    """A norm under a lock that all replicas need."""
+
+    def __init__(self, first=True):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.first = first  # in the first step, when replicas take turns; or in a later one, side by side
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += self.training
+        if not self.first and self.steps < 3:
+            return self.head(self.norm(x))
+        with LOCK:
+            return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_norm_under_a_lock_that_the_others_need_is_an_error_and_no_hang(first, monkeypatch):
+    monkeypatch.setattr("shoal.parallel.stillness.STILL_S", 0.5)
+
+    class UnderLock(jobs.Points):
+        def model(self):
+            return Guarded(first)
+
+        def evaluation(self):
+            return None
+
+    told = refused(UnderLock, JobError, r"waits in the BatchNorm 'norm' for replica . *, which stands still at ")
+    assert "test_threads.py:" in told
+    assert "in forward" in told
+    assert not LOCK.locked()
+
+
+@pytest.mark.parametrize("swallowed", [True, False])
+def test_a_norm_in_a_thread_of_the_forward_s_own_is_an_error_and_no_hang(swallowed):
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                made = pool.submit(self.norm, x)
+            return self.head(x if swallowed and made.exception() else made.result())
+
+    class Branches(jobs.Points):
+        def model(self):
+            return Branch()
+
+        def evaluation(self):
+            return None
+
+    refused(Branches, JobError, "the BatchNorm 'norm' is called in a thread that the forward itself has started")
+
+
+def test_who_computes_for_long_does_not_stand_still(monkeypatch):
+    """Longer than the limit, between two norms, with the other replica waiting."""
+    monkeypatch.setattr("shoal.parallel.stillness.STILL_S", 0.2)
+    monkeypatch.setattr("shoal.parallel.meeting.LOOK_S", 0.02)
+
+    class Working(jobs.Points):
+        def model(self):
+            return Works()
+
+        def evaluation(self):
+            return None
+
+    assert len(record(lambda: Working(steps=1), "threads2")) == 1
+
+
+class Works(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            end = time.thread_time() + 0.5
+            while time.thread_time() < end:
+                pass
+        return self.head(self.norm(x))
 
 
 # --- refused, with the reason

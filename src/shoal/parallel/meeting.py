@@ -7,7 +7,7 @@ that draw take turns, each with streams of its own.
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import JobError
 from shoal.parallel.norm import Scope
+from shoal.parallel.stillness import LOOK_S, Stillness, place_of
 from shoal.parallel.writes import written_by
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ Modes = Sequence[contextlib.AbstractContextManager[Any]]
 
 
 class Meeting(Generic[T]):
-    """A step of so many replicas. With `seed` they take turns: whoever runs holds the lock, but while it waits.
+    """A step of so many replicas. With `seed` they take turns: whoever runs has the turn, but while it waits.
 
     Attributes:
         has_drawn: whether a replica left one of its streams elsewhere than where its turn began.
@@ -36,12 +37,15 @@ class Meeting(Generic[T]):
         self.has_drawn = False
         self.after = Streams()
         self._seed = seed
-        self._changed = threading.Condition()
+        self._running = threading.Lock()  # held by the replica whose turn it is
+        self._changed = threading.Condition()  # what follows
         self._here = threading.local()
+        self._threads: dict[int, int] = {}  # of each replica that has begun
         self._made: dict[int, T] = {}
         self._raised: dict[int, BaseException] = {}
         self._brought: dict[int, Tensor] = {}
         self._handed_out: list[Tensor] = []
+        self._stray: JobError | None = None
         self._num_exchanges = 0
         self._one_has_left = False
 
@@ -57,7 +61,7 @@ class Meeting(Generic[T]):
 
     def take_part(self, work: Callable[[nn.Module, int], T], replica: nn.Module, number: int, modes: Modes) -> None:
         """Work on one part, within these modes."""
-        self._here.number = number
+        self._here.number, self._threads[number] = number, threading.get_ident()
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._turn(number))
@@ -76,17 +80,29 @@ class Meeting(Generic[T]):
         Raises:
             BaseException: of the first one that failed; who only waited for it is not meant.
         """
+        if self._stray is not None:  # whatever the forward made of it
+            raise self._stray
         failed = sorted(self._raised.items(), key=lambda raised: (isinstance(raised[1], _LeftAloneError), raised[0]))
         for _, error in failed:
             raise error
         return [self._made[number] for number in range(self.num)]
 
-    def exchange(self, own: Tensor) -> list[Tensor]:
+    def exchange(self, own: Tensor, name: str) -> list[Tensor]:
         """What every replica brings, in their order; nobody may write into it.
 
+        Args:
+            name: of the norm.
+
         Raises:
-            JobError: another replica has left, or is elsewhere.
+            JobError: another replica has left, is elsewhere, or cannot come; or this thread is none of a replica.
         """
+        if not hasattr(self._here, "number"):  # before the lock, which the replica itself may hold
+            self._stray = JobError(
+                f"{name} is called in a thread that the forward itself has started, where it is unknown of which "
+                f"replica it is. Its batch is that of all replicas. Call it in the forward's own thread, or take "
+                f"dp{self.num}, where each process has one replica."
+            )
+            raise self._stray
         with self._changed:
             before = self._num_exchanges
             self._brought[self.number] = own
@@ -95,34 +111,66 @@ class Meeting(Generic[T]):
                 self._brought = {}
                 self._num_exchanges += 1
                 self._changed.notify_all()
-            else:
-                self._wait(lambda: self._num_exchanges > before or self._one_has_left)
-            if self._num_exchanges == before or any(other.shape != own.shape for other in self._handed_out):
-                raise _LeftAloneError(
-                    "a replica stands in a BatchNorm that another one does not come to. Its batch is that of all "
-                    "replicas, so all must call the same norms in the same order: keep it out of branches, take "
-                    "GroupNorm or LayerNorm in there, or say batch_norm='local' in the job."
-                )
-            return self._handed_out
+        if self._num_exchanges == before:
+            self._wait(lambda: self._num_exchanges > before or self._one_has_left, name)
+        if self._num_exchanges == before or any(other.shape != own.shape for other in self._handed_out):
+            raise _LeftAloneError(
+                "a replica stands in a BatchNorm that another one does not come to. Its batch is that of all "
+                "replicas, so all must call the same norms in the same order: keep it out of branches, take "
+                "GroupNorm or LayerNorm in there, or say batch_norm='local' in the job."
+            )
+        return self._handed_out
 
-    def _wait(self, is_over: Callable[[], bool]) -> None:
+    def _wait(self, is_over: Callable[[], bool], name: str) -> None:
+        """Let others run until they have come.
+
+        Raises:
+            JobError: they stand still. Whoever has the turn may be among them, so it is not taken again.
+        """
         streams = Streams() if self.in_turns else None
-        self._changed.wait_for(is_over)
+        self._end_turn()
+        stillness = Stillness()
+        with self._changed:
+            while not self._changed.wait_for(is_over, LOOK_S):
+                missing = {number: thread for number, thread in self._threads.items() if number not in self._brought}
+                if len(missing) + len(self._brought) == self.num and stillness.lasts(missing.values()):
+                    raise self._never_comes(name, missing)
         if streams is not None:
+            self._begin_turn()
             streams.restore()
+
+    def _never_comes(self, name: str, missing: Mapping[int, int]) -> JobError:
+        number, thread = next(iter(missing.items()))
+        return JobError(
+            f"replica {self.number} waits in {name} for replica {number}, which stands still at {place_of(thread)}. "
+            "The batch of a BatchNorm is that of all replicas: when one calls it under a lock that the others need, they "
+            f"never come. Call it outside of the lock, or take dp{self.num}, where each process has one replica."
+        )
 
     @contextlib.contextmanager
     def _turn(self, number: int) -> Iterator[None]:
         if self._seed is None:
             yield
             return
-        with self._changed:
+        self._begin_turn()
+        try:
             self._seed(number)
             begun = Streams()
             yield
             self.has_drawn |= begun.have_moved()
             if number == 0:
                 self.after = Streams()
+        finally:
+            self._end_turn()
+
+    def _begin_turn(self) -> None:
+        self._running.acquire()
+        self._here.has_turn = True
+
+    def _end_turn(self) -> None:
+        if getattr(self._here, "has_turn", False):  # of this thread alone: nobody has set it before its first turn
+            self._here.has_turn = False
+            self._running.release()
 
 
 class _LeftAloneError(JobError):
@@ -154,10 +202,10 @@ class Replicas(Scope):
         return self._met.number == 0
 
     def gather(self, own: Tensor) -> Tensor:
-        return torch.stack(self._met.exchange(own))
+        return torch.stack(self._met.exchange(own, f"the BatchNorm {self.names[int(own[-1])]!r}"))
 
     def add_up(self, own: Tensor) -> None:
-        own.copy_(torch.stack(self._met.exchange(own.clone())).sum(0))
+        own.copy_(torch.stack(self._met.exchange(own.clone(), "the backward of a BatchNorm")).sum(0))
 
     @property
     def _met(self) -> Meeting[Any]:

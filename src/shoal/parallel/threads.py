@@ -174,7 +174,10 @@ def _check(world: World) -> None:
     layout = world.layout
     if world.kind == "fake" or world.device.type != "cpu":
         where = "shapes alone" if world.kind == "fake" else f"a {world.device.type} device"
-        raise LayoutError(f"{layout}: replicas in threads run on a CPU, not on {where}. Take dp{layout.threads}.")
+        raise LayoutError(
+            f"{layout}: replicas in threads run on a CPU, where they share the memory of the weights, not on {where}. "
+            f"Take dp{layout.threads}: one process per device, the same training, and what torch advises there too."
+        )
     unfit = [name for name in ("micro", "recompute", "compile") if getattr(layout, name) not in (1, "none")]
     if unfit:
         raise LayoutError(
