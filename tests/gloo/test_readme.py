@@ -164,6 +164,7 @@ def anchors(document: Path) -> set[str]:
         "train",
         "bench",
         "launch",
+        "doctor",
         "test",
         "checkpoint export",
         "checkpoint ls",

@@ -6,16 +6,16 @@ from typing import Annotated, NoReturn
 import typer
 
 from shoal import __version__
-from shoal.cli import checkpoint, looking, training
+from shoal.cli import checkpoint, examining, looking, training
 from shoal.cli.training import check_train_flags
 from shoal.cli.words import INTERRUPTED, USAGE, app
 from shoal.errors import ShoalError
 from shoal.launch.hosts import follow_stdin
 from shoal.world import before_torch
 
-__all__ = ["app", "checkpoint", "looking", "main", "training"]
+__all__ = ["app", "checkpoint", "examining", "looking", "main", "training"]
 
-_ORDER = ("train", "verify", "bench", "report", "plan", "launch", "why", "test")  # of --help
+_ORDER = ("train", "verify", "bench", "report", "plan", "launch", "doctor", "why", "test")  # of --help
 app.registered_commands.sort(key=lambda verb: _ORDER.index(verb.name or getattr(verb.callback, "__name__", "")))
 
 

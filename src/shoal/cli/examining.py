@@ -1,0 +1,51 @@
+"""The verb that examines machines: doctor."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.words import Json, MasterPort, Preset, answering, app, print_json
+
+
+@app.command()
+def doctor(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="To compare its file, and to count its checkpoints.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Names that ssh knows, as for train: a,b=/path/to/python. None: this machine.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="Of the run that is meant: fsdp4.tp2")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="A field of the job: width=64 (repeatable).")] = None,
+    preset: Preset = None,
+    run: Annotated[Path | None, typer.Option("--run", "--run-dir", help="The folder of the run; runs.")] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that are kept.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per rank; by default cores / ranks.")] = None,
+    master_port: MasterPort = None,
+    cluster: Annotated[Path | None, typer.Option(help="Write the slowest link to this cluster file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write all links as a heat map, SVG.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Examine machines before a run: what is wrong, why it matters, and the fix. Exit 0 well, 1 warnings, 2 broken."""
+    from shoal.settings import TrainSettings, resolve
+    from shoal.verbs.doctor.command import command
+
+    with answering(as_json):
+        report = command(
+            job,
+            hosts=hosts,
+            layout=layout,
+            fields=resolve(TrainSettings, flags={"set": set_ or []}).values.set,
+            preset=preset,
+            run=run,
+            checkpoints=keep,
+            threads=threads,
+            port=master_port,
+            cluster=cluster,
+            picture=picture,
+            force=force,
+        )
+    print_json(report.as_dict()) if as_json else typer.echo(str(report))
+    raise typer.Exit(report.exit_code)
