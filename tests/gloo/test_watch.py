@@ -314,6 +314,44 @@ def test_two_ranks_in_different_collectives_are_shown_with_both_lines(tmp_path: 
     assert all("in cross" in row["frame"] for row in incidents[0]["ranks"])
 
 
+def test_a_rank_that_leaves_a_collective_out_is_shown_with_the_call_that_the_other_waits_in(tmp_path: Path) -> None:
+    groups: list[Any] = []
+
+    def leave_out(rank: int, step: int) -> None:
+        if not groups:
+            groups.append(dist.new_group())
+        if not (rank == 1 and step == TRAP):
+            dist.all_reduce(torch.zeros(2, 3), group=groups[0])
+
+    _, shown, incidents = train(job(forward=leave_out), tmp_path, meanwhile=kill_when_seen)
+
+    assert "the ranks are in different collectives" in shown
+    assert re.search(r"rank 0: all_reduce sum float32 \(2, 3\), at \S+test_watch.py:\d+ in leave_out", shown)
+    assert re.search(r"rank 1: not made; instead all_reduce sum float\d\d \(\d+\), at", shown)
+    assert "rank 1: not made" in incidents[0]["parted"]
+
+
+def test_a_loop_of_ones_own_that_parts_is_ended_and_told_with_both_calls(tmp_path: Path) -> None:
+    def work(place: Place) -> None:
+        with World.open("dp2", place=place, timeout_min=1.0):
+            for number in range(3000):  # a minute
+                op = dist.ReduceOp.MAX if (place.rank, number) == (1, 20) else dist.ReduceOp.SUM
+                dist.all_reduce(torch.ones(3), op)
+                time.sleep(0.02)
+
+    shown: list[str] = []
+    outcome = start(
+        work, 2, screen=shown.append, show="none", threads=1, incidents=tmp_path / "incidents.jsonl", patience=QUICK
+    )
+
+    assert (outcome.exit_code, outcome.failures[0].rank) == (2, 1)
+    assert outcome.seconds < 30
+    text = "\n".join(shown)
+    assert "the ranks did not make the same calls: call 21 of the group of 2 ranks from 0 to 1 is" in text
+    assert re.search(r"rank 0: all_reduce sum float32 \(3\), at \S+test_watch.py:\d+ in work", text)
+    assert re.search(r"rank 1: all_reduce max float32 \(3\), at \S+test_watch.py:\d+ in work", text)
+
+
 # -- a rank that ends -----------------------------------------------------------------------------------------
 
 

@@ -14,13 +14,13 @@ import pytest
 SRC = Path(__file__).parents[2] / "src" / "shoal"
 
 FLOORS = {
-    **dict.fromkeys(["errors", "units"], 0),
-    **dict.fromkeys(["job", "layout", "cluster", "settings", "precision", "dry", "record"], 1),
+    **dict.fromkeys(["errors", "units", "frames"], 0),
+    **dict.fromkeys(["job", "layout", "cluster", "settings", "precision", "dry", "record", "calls"], 1),
     "mesh": 2,
     "world": 3,
     **dict.fromkeys(["parallel", "data", "launch", "additive"], 4),
     **dict.fromkeys(["step", "agreement"], 5),
-    **dict.fromkeys(["metrics", "checkpoint", "evaluate", "folder"], 6),
+    **dict.fromkeys(["metrics", "checkpoint", "evaluate", "folder", "history"], 6),
     "run": 7,
     "verbs": 8,  # each verb is a room of its own
     "models": 8,  # side: it builds on the public pieces, and nobody in here imports it

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.calls import Difference
+from shoal.frames import is_users
 from shoal.launch.process import Kernel
 from shoal.launch.screen import RULE, WIDTH
 from shoal.launch.suspects import Standing, is_desync
-from shoal.launch.trace import crash_frames, innermost, is_users
+from shoal.launch.trace import crash_frames, innermost
 from shoal.record import Seen
 from shoal.units import show_seconds
 
@@ -81,6 +83,7 @@ class Incident:
     pids: Mapping[int, int]
     at_s: float  # on the monotonic clock
     changed: Mapping[int, float] = field(default_factory=dict)  # of each that stands: when it last noted anything
+    parted: Difference | None = None  # the first call that was not the same on all
 
     @property
     def kind(self) -> str:
@@ -88,7 +91,8 @@ class Incident:
         if not self.standing.is_circle:
             return "standing"
         seen = {rank: witness.seen for rank, witness in self.witnesses.items()}
-        return "desync" if is_desync(seen) else "link"
+        is_sure = self.parted is not None and self.parted.is_sure
+        return "desync" if is_sure or is_desync(seen) else "link"
 
     @property
     def since_s(self) -> float:
@@ -114,6 +118,7 @@ class Incident:
             "kind": self.kind,
             "ranks": [self._row(rank) for rank in sorted(self.standing.ranks)],
             "others": [self._row(rank) for rank in sorted(set(self.witnesses) - self.standing.ranks)],
+            "parted": str(self.parted) if self.parted is not None and self.kind == "desync" else "",
         }
 
     def _row(self, rank: int) -> dict[str, Any]:
@@ -170,7 +175,7 @@ class Incident:
             head = f"the ranks are in different collectives, and none of these can end (for {since}):"
             lines = [f"  {self._waits(rank)}" for rank in ranks]
             tail = "Every rank must call the same collectives in the same order: look for one in an if on the rank."
-            return "\n".join([head, "", *lines, "", tail])
+            return "\n".join([head, "", *lines, "", str(self.parted) if self.parted is not None else tail])
         calls = {str(self.witnesses[rank].seen.message) for rank in ranks}
         what = f"the same {calls.pop()}" if len(calls) == 1 else "messages"
         head = f"all {len(ranks)} ranks wait in {what}, and none has got on for {since}:"

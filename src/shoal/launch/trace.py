@@ -2,14 +2,14 @@
 
 import itertools
 import linecache
-import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from shoal.frames import is_users, short_path
 
 MAX_FRAMES = 10
 MAX_TEXT = 60_000
@@ -68,20 +68,6 @@ def innermost(dump: str) -> str:
     """Where the thread that wrote faulthandler's dump stands: its first line."""
     lines = next(iter(_thread_blocks(dump)), "").splitlines()
     return next((line for line in lines if line.startswith('  File "')), "")
-
-
-def is_users(filename: str) -> bool:
-    """Whether a frame is in code of the user's: not the standard library, an installed package, or shoal."""
-    if filename.startswith("<"):
-        return filename in ("<string>", "<stdin>")  # python -c, and a pipe
-    parts = Path(filename).parts
-    return "site-packages" not in parts and "dist-packages" not in parts and not filename.startswith(_foreign())
-
-
-def _foreign() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    own = str(Path(__file__).resolve().parents[1])
-    return tuple(root + os.sep for root in (paths["stdlib"], paths["platstdlib"], own))
 
 
 def _message(error: BaseException) -> str:
@@ -162,12 +148,6 @@ def _trim(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     for frame in kept:
         frame.filename = short_path(frame.filename)
     return kept if len(kept) <= MAX_FRAMES else kept[:3] + kept[3 - MAX_FRAMES :]
-
-
-def short_path(filename: str) -> str:
-    """A path from here where it lies below here."""
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
 
 def _thread_blocks(dump: str) -> list[str]:

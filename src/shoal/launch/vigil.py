@@ -2,7 +2,8 @@
 
 look ──► nobody may take that long ──► still so in the next look ──► ask for stacks ──► still so ──► one screen
                                                                                       └► got on: not a word
-Nothing is ended here: the time-out of the collectives decides.
+Nothing is ended for standing still: the time-out of the collectives decides. Ranks that have called different
+collectives are ended, since nothing that they compute is right any more.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.calls import Difference, find_difference
+from shoal.launch.desync import Comparison, read_rings
 from shoal.launch.incident import Incident, Witness, append, ranks_in_words
 from shoal.launch.process import ask_kernel, workers_of
 from shoal.launch.rank import STACK_SIGNAL
@@ -23,6 +26,7 @@ from shoal.record import Phase, Seen, look
 from shoal.units import show_seconds
 
 _MOST_WORKERS, _WORKER_S = 4, 0.02  # asked of one rank, and the time of each to write
+_SPEAK_S = 2.0  # in which a rank says itself that its calls are not those of the others
 _OWN_PAUSE_S = 1.0  # a look that comes so late says that this process, or all of them, did not run
 
 
@@ -43,12 +47,16 @@ class Vigil:
         self._inquiry: _Inquiry | None = None
         self._open: Incident | None = None
         self._stragglers = Stragglers(patience)
+        self._comparison = Comparison(ranks)
+        self.parted: Difference | None = None  # in what ranks have called
+        self._parted_at = 0.0
 
     def __call__(self, now: float) -> None:
         if now < self._next:
             return
         was_away = bool(self._next) and now - self._next > _OWN_PAUSE_S
         self._next = now + self._patience.look_s
+        self._compare(now)
         alive = {rank.rank: rank for rank in self._ranks if rank.is_alive}
         seen = {number: look(rank.record) for number, rank in alive.items()}
         if was_away or len(seen) < len(self._ranks) or not all(one.is_used for one in seen.values()):
@@ -62,6 +70,15 @@ class Vigil:
             self._conclude(self._inquiry, seen, now)
         else:
             self._suspect(alive, seen, now)
+
+    def _compare(self, now: float) -> None:
+        """Where shoal runs the steps ranks stop by themselves; a loop of the user's own goes on, and is ended."""
+        if self.parted is None:
+            self.parted, self._parted_at = self._comparison.advance(), now
+        elif now - self._parted_at > _SPEAK_S:
+            for rank in self._ranks:
+                if rank.is_alive:
+                    rank.kill()
 
     def _suspect(self, alive: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> None:
         before, self._suspected = self._suspected, self._judge(alive, seen, now)
@@ -89,8 +106,10 @@ class Vigil:
             self._next = now + self._patience.least_s  # it takes long and is well: ask less often
             return
         pids = {number: rank.pid for number, rank in inquiry.ranks.items()}
+        step = min(one.step for one in seen.values())
+        parted = find_difference(read_rings(list(inquiry.ranks.values())), step=step) if found.is_circle else None
         changed = {number: seen[number].changed_s for number in found.ranks}
-        self._open = Incident(standing=found, witnesses=witnesses, pids=pids, at_s=now, changed=changed)
+        self._open = Incident(standing=found, witnesses=witnesses, pids=pids, at_s=now, changed=changed, parted=parted)
         self._tell(self._open.screen(), self._open.as_dict())
 
     def _see_whether_it_goes_on(self, incident: Incident, seen: Mapping[int, Seen], now: float) -> None:

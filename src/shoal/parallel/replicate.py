@@ -105,6 +105,8 @@ class Replica:
             return output
         if self._syncing and self._world.record.is_read:
             self._note_wait(output)
+        if self._syncing and self._world.calls is not None and self._world.data_group is not None:
+            self._world.calls.gradients(self._world.data_group)
         if not self._seen_output:
             self._seen_output = True
             check_output(output)

@@ -1,7 +1,8 @@
 """One optimizer step: the same for every layout. Silent: tensors in, tensors out.
 
 forward + backward of each micro-batch, on the sum of the loss   (reduced once, in the last backward)
-the sums and counts of all ranks, added                          (one small collective, behind backward)
+the sums and counts of all ranks, added                          (one small collective, behind backward where that
+                                                                  has none of its own)
 gradient norm -> one factor: divide by the global count, clip    (one multiplication)
 finite on every rank? -> optimizer, schedule                     (all ranks together, or none)
 """
@@ -31,6 +32,7 @@ from shoal.record import Phase
 from shoal.step.forward import Forward, rounds
 from shoal.step.seeds import seed_everything
 from shoal.world import World
+from shoal.world.desync import NO_SUMS, check_calls
 
 T = TypeVar("T")
 
@@ -92,6 +94,8 @@ class Step:
         self._params = list(self._named.values())
         self._parts = parts_of(model)
         self._checked = False
+        self._has_late_calls = True  # some rank makes calls in its last backward: the sums come after it
+        self._num_late = 1
         self.phase: Callable[[str], contextlib.AbstractContextManager[None]] = _unwatched
         self.scaler = torch.amp.GradScaler(world.device.type) if job.precision == "fp16" else None
 
@@ -110,6 +114,8 @@ class Step:
         may_skip = self._job.nonfinite == "skip" or self.scaler is not None
         buffers = [buffer.clone() for buffer in self._model.buffers()] if may_skip else []
         record = self._world.record
+        if self._world.calls is not None:
+            self._world.calls.ledger.step = batch.step + 1
         with self.phase("compute"), record.phase(Phase.COMPUTE):
             own, totals = self._forward_backward(batch, stop)
         with self.phase("update"), record.phase(Phase.UPDATE):
@@ -123,21 +129,23 @@ class Step:
             buffer.copy_(before)
 
     def _forward_backward(self, batch: RankBatch, stop: bool) -> tuple[Tensor, Tensor]:
-        """Backward of the loss *sum*; returns [value, count, stop, step, samples] of this rank and of all ranks."""
+        """Backward of the loss *sum*; returns [value, count, stop, step, samples, late calls] of this rank, and of all
+        ranks with the sums of `shoal.calls`."""
         if self._placement.global_norms:
             set_live(self._model, batch.num_samples > 0)
         # DDP divides by the number of ranks; the usual count brings magnitudes to those of a mean (fp16 needs it).
         # The one factor of `_update` makes it exact; it is 1, and costs nothing, where the count is the usual one.
         weight = self._world.num_data / (batch.num_global * self._usual_count)
         own = torch.tensor(
-            [0.0, 0.0, stop, batch.step, batch.num_global], dtype=torch.float64, device=self._world.device
+            [0.0, 0.0, stop, batch.step, batch.num_global, self._num_late],
+            dtype=torch.float64,
+            device=self._world.device,
         )
-        totals, work = own, None
+        started = None
         parts = rounds(batch, self._world)
         if self._placement.pipeline is not None or self._placement.threads is not None:
             run = self._in_threads if self._placement.pipeline is None else self._through_stages
             run(batch, parts, own, weight)
-            totals, work = self._start_totals(own)
             parts = []
         for index, (part, live) in enumerate(parts):
             last = index == len(parts) - 1
@@ -149,9 +157,12 @@ class Step:
                 if live:
                     own[0] += loss.value.detach()
                     own[1] += loss.count
-                if last:
-                    totals, work = self._start_totals(own)
+                if last and not self._has_late_calls:
+                    started = self._start_totals(own)
+                num_calls = self._num_calls
                 self._backward(loss.value * (weight if live else 0.0), batch)
+                self._num_late = self._num_calls - num_calls
+        totals, work = started or self._start_totals(own)
         if work is not None:
             work.wait()
             # Ranks with the same samples count once; of a pipeline the last stage counts alone.
@@ -252,8 +263,13 @@ class Step:
             what = f"{type(self._job).__name__}.loss()"
             check_additive(lambda o, b: {"loss": self._forward.loss(o, b)}, output, batch, what)
 
+    @property
+    def _num_calls(self) -> int:
+        return 0 if self._world.calls is None else self._world.calls.ledger.num_calls
+
     def _start_totals(self, own: Tensor) -> tuple[Tensor, dist.Work | None]:
-        totals = own.clone()
+        sums = NO_SUMS if self._world.calls is None else self._world.calls.ledger.sums()
+        totals = torch.cat([own, own.new_tensor(sums)])
         if self._world.kind != "real":
             return totals, None
         return totals, dist.all_reduce(totals, group=self._world.side_group, async_op=True)
@@ -270,7 +286,7 @@ class Step:
             )
 
     def _update(self, batch: RankBatch, own: Tensor, totals: Tensor) -> StepResult:
-        value, count, stop, step, samples = totals.unbind()
+        value, count, stop, step, samples, late, *sums = totals.unbind()
         if self.scaler:
             self.scaler.unscale_(self._optimizer)
         to_mean = batch.num_global * self._usual_count / count
@@ -280,7 +296,7 @@ class Step:
         lr = float(self._optimizer.param_groups[0]["lr"])
         if not math.isfinite(lr):
             raise JobError(f"the learning rate of step {batch.step + 1} is {lr}. No weight was changed by this step.")
-        figures = self._world.read(torch.stack([value, count, norm, factor, stop, step, samples]))
+        figures = self._world.read(torch.stack([value, count, norm, factor, stop, step, samples, late, *sums]))
         self._check_in_step(batch, figures)
         finite = figures is None or all(map(math.isfinite, figures))
         if finite:
@@ -301,12 +317,15 @@ class Step:
     def _check_in_step(self, batch: RankBatch, figures: list[float] | None) -> None:
         """Every rank is in the same step, of the same global batch; else gradients of different steps were added."""
         size = self._world.size if self._world.kind == "real" else 1
-        if figures is not None and figures[5:] != [size * batch.step, size * batch.num_global]:
+        if figures is not None and figures[5:7] != [size * batch.step, size * batch.num_global]:
             raise WorldError(
                 f"rank {self._world.rank} is in step {batch.step + 1} with a global batch of {batch.num_global} "
                 "samples, but not every rank is. Did a rank catch an error and leave its step out, or does the data "
                 "end elsewhere on some rank? Nothing of this step was kept."
             )
+        if figures is not None and self._world.kind == "real":
+            check_calls(self._world, figures[8:], batch.step + 1)
+            self._has_late_calls = figures[7] > 0
 
     def _advance(self) -> None:
         if self.scaler:

@@ -1,4 +1,4 @@
-"""Every message that Python asks for or waits for, noted in the record of its process, whoever sent it.
+"""Every message that Python asks for or waits for, noted in the record and the ledger of its process, whoever sent it.
 
 What DDP's reducer waits for in C++ it cannot see: `parallel/replicate.py` notes that.
 """
@@ -8,8 +8,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shoal.calls import Call, Channel, Ledger
 from shoal.mesh import Mesh
 from shoal.record import Record
+from shoal.world.signature import Kind, call_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -42,6 +44,7 @@ OPERATIONS = {
     "send": "send",
 }
 _TO_ONE = ("send", "recv")
+_GRADIENTS = Call("all_reduce of the gradients (DDP)", str)
 _MOST_KEPT = 1024  # works that nobody has waited for yet
 
 Method = Callable[..., Any]
@@ -49,14 +52,11 @@ Packed = tuple[bytes, bytes, bytes, int]  # as `Record.enter` takes it
 
 
 @contextlib.contextmanager
-def noting(record: Record, mesh: Mesh, rank: int) -> Iterator[None]:
-    """Within: messages of this rank are noted, if anybody reads the record."""
-    if not record.is_read:
-        yield
-        return
-    noted = _Noted(record, mesh, rank)
+def noting(record: Record, ledger: Ledger, mesh: Mesh, rank: int) -> "Iterator[Noted]":
+    """Within: messages of this rank are noted."""
+    noted = Noted(record, ledger, mesh, rank)
     with seen(noted.asking, noted.waiting):
-        yield
+        yield noted
 
 
 @contextlib.contextmanager
@@ -89,20 +89,28 @@ def group_label(ranks: Sequence[int], name: str) -> bytes:
     return f"{min(ranks)}..{max(ranks)}x{len(ranks)} {name[-8:]}".encode()[:24]
 
 
-class _Noted:
-    def __init__(self, record: Record, mesh: Mesh, rank: int) -> None:
+class Noted:
+    """Notes the messages of one rank in one world."""
+
+    def __init__(self, record: Record, ledger: Ledger, mesh: Mesh, rank: int) -> None:
+        self.ledger = ledger
         self._record, self._mesh, self._rank = record, mesh, rank
         self._groups: dict[str, _Group] = {}
         self._on_their_way: dict[int, Packed] = {}  # works by id
 
     def asking(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
         """A method of a group, noted while it runs."""
-        record, packed, counts = self._record, operation.encode(), operation not in _TO_ONE
+        record, ledger, packed, counts = self._record, self.ledger, operation.encode(), operation not in _TO_ONE
+        kind = Kind(method.__name__, operation)
 
         @functools.wraps(method)
         def asked(group: "dist.ProcessGroup", *args: Any, **kwargs: Any) -> Any:
-            message = self._group(group).message(packed, counts=counts)
+            found = self._group(group)
+            message = found.message(packed, counts=counts)
             record.enter(message)
+            channel = found.channel if counts else found.to_one(kind.method, args)
+            if channel is not None:
+                ledger.note(channel, call_of(kind, args, kwargs))
             try:
                 work = method(group, *args, **kwargs)
             except BaseException:
@@ -136,6 +144,10 @@ class _Noted:
 
         return waited
 
+    def gradients(self, group: "dist.ProcessGroup") -> None:
+        """The next backward adds them up over this group, in C++, where nobody sees the call."""
+        self.ledger.note(self._group(group).channel, _GRADIENTS)
+
     def _group(self, group: "dist.ProcessGroup") -> "_Group":
         name = group.group_name
         found = self._groups.get(name)
@@ -143,15 +155,33 @@ class _Noted:
             import torch.distributed as dist
 
             ranks = dist.get_process_group_ranks(group)
-            found = self._groups[name] = _Group(self._mesh.axis_of(self._rank, ranks), group_label(ranks, name))
+            axis = self._mesh.axis_of(self._rank, ranks)
+            found = self._groups[name] = _Group(axis, ranks, name, ranks.index(self._rank), self.ledger)
         return found
 
 
 class _Group:
-    def __init__(self, axis: str, label: bytes) -> None:
+    def __init__(self, axis: str, ranks: Sequence[int], name: str, index: int, ledger: Ledger) -> None:
+        label = group_label(ranks, name)
         self._axis, self._label, self._number = axis.encode(), label, 0
+        self._ranks, self._name, self._index, self._ledger = ranks, name, index, ledger
+        self.channel = ledger.channel(label, index, len(ranks))
+        self._to_one: dict[tuple[str, int, int], Channel] = {}
 
     def message(self, operation: bytes, *, counts: bool) -> Packed:
         """The next one; `counts`: the other members count it too."""
         self._number += counts
         return operation, self._axis, self._label, self._number if counts else 0
+
+    def to_one(self, method: str, args: Sequence[Any]) -> Channel | None:
+        """Of messages from one rank to one: both note them alike. None where the sender may be anybody."""
+        if method not in ("send", "recv"):
+            return None
+        peer, tag = args[1:3]
+        found = self._to_one.get((method, peer, tag))
+        if found is None:
+            ends = (self._index, peer) if method == "send" else (peer, self._index)
+            sender, receiver = (self._ranks[index] for index in ends)
+            label = f"{sender}>{receiver} {self._name[-8:]} {tag}".encode()[:24]
+            found = self._to_one[method, peer, tag] = self._ledger.channel(label, 0, 0)
+        return found

@@ -10,9 +10,10 @@ from shoal.errors import LayoutError, ShoalError, WorldError
 from shoal.layout import Layout, check_world
 from shoal.mesh import Mesh
 from shoal.record import Record
+from shoal.world.desync import watched
 from shoal.world.device import find_device, keep_freed_memory
 from shoal.world.group import Limits, Opened, open_group
-from shoal.world.messages import noting
+from shoal.world.messages import Noted
 from shoal.world.place import Place
 from shoal.world.roll import span
 
@@ -33,6 +34,7 @@ class World:
     device: "torch.device"
     opened: Opened = field(default_factory=Opened)
     record: Record = field(default_factory=Record, repr=False, compare=False)  # of what this process does
+    calls: Noted | None = field(default=None, repr=False, compare=False)  # its collectives; None where it is alone
 
     @property
     def backend(self) -> str | None:
@@ -169,9 +171,9 @@ class World:
         backend = "fake" if kind == "fake" else backend
         with (
             open_group(place, world.device, backend=backend, limits=limits) as opened,
-            noting(world.record, world.mesh, place.rank),
+            watched(replace(world, opened=opened)) as watched_world,
         ):
-            yield replace(world, opened=opened)
+            yield watched_world
 
     # -- collectives of set-up: text over tensors, never a pickle ------------------------------------------
 
