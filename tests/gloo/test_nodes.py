@@ -145,3 +145,27 @@ def test_ctrl_c_on_one_node_ends_both(tmp_path):
     assert nodes[0].wait() != 0
     assert "was asked to end" in nodes[0].said
     assert gone(ranks)
+
+
+def test_a_rank_that_stands_still_on_another_node_is_named_with_its_host(tmp_path):
+    nodes = two(tmp_path, "train", "digits", "--steps", "100000", "--layout", "dp2", "--run", "runs/stopped")
+    in_step(tmp_path / "runs/stopped", nodes)
+    time.sleep(1.0)  # of steps, so that it is known what is usual
+    victim = max(nodes[1].ranks(), key=lambda process: process.memory_info().rss)
+    victim.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    while "stands still" not in nodes[0].said:
+        assert time.monotonic() < stopped + 20, nodes[0].said
+        time.sleep(0.1)
+    took_s = time.monotonic() - stopped
+    victim.send_signal(signal.SIGCONT)
+    while "goes on" not in nodes[0].said:
+        assert time.monotonic() < stopped + 40, nodes[0].said
+        time.sleep(0.1)
+    nodes[0].process.send_signal(signal.SIGINT)
+    assert all(node.wait() for node in nodes)
+    host = socket.gethostname()
+    assert f"rank 1 of 2 on node 1 ({host}) stands still: " in nodes[0].said
+    assert f"kill -CONT {victim.pid}, there, lets it go on" in nodes[0].said
+    assert "rank 0: waits in all_reduce" in nodes[0].said
+    assert took_s < 10

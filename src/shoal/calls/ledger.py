@@ -108,11 +108,11 @@ class Ledger:
         """A call, which is about to be made by the code that is on the stack."""
         if threading.get_ident() != self._thread and not channel.is_aside:
             channel.is_aside = self._is_users_thread()
-        code, line = self._place(sys._getframe(1))
-        key = call.key, code, line
+        code, line, is_direct = self._place(sys._getframe(1))
+        key = call.key, code, line, is_direct
         found = channel.known.get(key)
         if found is None:
-            found = self._learn(channel, key, call, code, line)
+            found = channel.known[key] = self._learn(channel, call, code, line, is_direct=is_direct)
         number, placed, texts = found
         channel.count += 1
         channel.hash = (channel.hash * _FACTOR + number) % PRIME
@@ -136,24 +136,23 @@ class Ledger:
             channel.order, channel.places = channel.salt, 0
         return Sums(calls % PRIME, order % PRIME, places % PRIME)
 
+    @staticmethod
     def _learn(
-        self, channel: Channel, key: object, call: Call, code: CodeType | None, line: int
+        channel: Channel, call: Call, code: CodeType | None, line: int, *, is_direct: bool
     ) -> tuple[int, int, bytes]:
-        what, place = call.describe(call.key), ""
-        name = ""
-        if code is not None:
-            # Machines may have the same file in other folders.
-            name = f"{code.co_filename.rpartition('/')[2]}:{line} in {code.co_name}"
-            place = f"{short_path(code.co_filename)}:{line} in {code.co_name}"
-        number = zlib.crc32(what.encode()) + 1
-        found = number, zlib.crc32(f"{what} {name}".encode()) + 1, TEXTS.pack(channel.label, what.encode(), _end(place))
+        what = call.describe(call.key)
+        where = "" if code is None else f":{line} in {code.co_name}"
+        # By its name alone: machines may have a file in other folders. What shoal calls may rightly come from
+        # elsewhere on each rank: a block that one does not run is made up for.
+        name = f"{code.co_filename.rpartition('/')[2]}{where}" if code is not None and is_direct else ""
+        place = "" if code is None else f"{short_path(code.co_filename)}{where}"
         if len(channel.known) >= _MOST_KNOWN:
             channel.known.clear()
-        channel.known[key] = found
-        return found
+        texts = TEXTS.pack(channel.label, what.encode(), _end(place))
+        return zlib.crc32(what.encode()) + 1, zlib.crc32(f"{what} {name}".encode()) + 1, texts
 
-    def _place(self, frame: FrameType | None) -> tuple[CodeType | None, int]:
-        """The first frame that is neither torch's nor shoal's; where there is none, shoal's."""
+    def _place(self, frame: FrameType | None) -> tuple[CodeType | None, int, bool]:
+        """The first frame that is neither torch's nor shoal's, or else shoal's; whether none of shoal's is above it."""
         kinds, own = self._kinds, None
         for _ in range(_MOST_FRAMES):
             if frame is None:
@@ -163,13 +162,13 @@ class Ledger:
             if kind is None:
                 kind = kinds[code] = _kind(code.co_filename)
             if kind == _USERS:
-                return code, frame.f_lineno
+                return code, frame.f_lineno, own is None
             if kind == _OWN and own is None:
                 own = frame
             elif kind == _END:
                 break
             frame = frame.f_back
-        return (None, 0) if own is None else (own.f_code, own.f_lineno)
+        return (None, 0, False) if own is None else (own.f_code, own.f_lineno, False)
 
     def _is_users_thread(self) -> bool:
         """Whether Python has started this thread: those that compute backward on a GPU are torch's own."""

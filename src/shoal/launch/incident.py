@@ -83,6 +83,7 @@ class Incident:
     pids: Mapping[int, int]
     at_s: float  # on the monotonic clock
     changed: Mapping[int, float] = field(default_factory=dict)  # of each that stands: when it last noted anything
+    hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks on other machines
     parted: Difference | None = None  # the first call that was not the same on all
 
     @property
@@ -126,6 +127,7 @@ class Incident:
         seen = witness.seen
         return {
             "rank": rank,
+            "host": self.hosts.get(rank, ""),
             "step": seen.step,
             "phase": seen.phase.label,
             "since_s": round(self.at_s - seen.since_s, 3),
@@ -142,12 +144,14 @@ class Incident:
         spent = seen.spent.get(seen.phase)
         usual = f" (usually {show_seconds(spent.usual_s)})" if spent and spent.count else ""
         lines = [
-            f"rank {rank} of {len(self.witnesses)} stands still: {show_seconds(self.at_s - seen.since_s)} in "
-            f"{seen.doing}{usual}",
+            f"rank {rank} of {len(self.witnesses)}{self._on(rank)} stands still: "
+            f"{show_seconds(self.at_s - seen.since_s)} in {seen.doing}{usual}",
             "",
         ]
         if witness.kernel.is_stopped:
-            lines.append(f"  {witness.state}; kill -CONT {self.pids[rank]} lets it go on")
+            there = ", there," if rank in self.hosts else ""
+            lines.append(f"  {witness.state}; kill -CONT {self.pids[rank]}{there} lets it go on")
+            lines.append("  it cannot show its stack: where it is above is what it noted last")
         elif witness.state:
             lines.append(f"  {witness.state}")
         if witness.frame:
@@ -159,6 +163,9 @@ class Incident:
                 lines += ["", f"{name} (your frames and the last):", *shown]
         return "\n".join(lines)
 
+    def _on(self, rank: int) -> str:
+        return f" on {self.hosts[rank]}" if rank in self.hosts else ""
+
     def _waits(self, rank: int) -> str:
         witness = self.witnesses[rank]
         message = witness.seen.message
@@ -166,7 +173,7 @@ class Incident:
         if message is not None and message.number and self.kind == "desync":
             what += f" (number {message.number} of group {message.group.partition(' ')[2]})"
         at = f", at {witness.frame}" if witness.frame and (self.standing.is_circle or witness.is_users) else ""
-        return f"rank {rank}: waits in {what}, {witness.seen.where}{at}"[:WIDTH]
+        return f"rank {rank}{self._on(rank)}: waits in {what}, {witness.seen.where}{at}"[:WIDTH]
 
     def _circle(self) -> str:
         since = show_seconds(self.at_s - self.since_s)
@@ -179,7 +186,8 @@ class Incident:
         calls = {str(self.witnesses[rank].seen.message) for rank in ranks}
         what = f"the same {calls.pop()}" if len(calls) == 1 else "messages"
         head = f"all {len(ranks)} ranks wait in {what}, and none has got on for {since}:"
-        tail = "No rank is behind: the link between them or the backend stands, not a rank."
+        between = f" between {' and '.join(('this machine', *sorted(set(self.hosts.values()))))}" if self.hosts else ""
+        tail = f"No rank is behind: the link{between or ' between them'} or the backend stands, not a rank."
         return "\n".join([head, "", *(f"  {self._waits(rank)}" for rank in ranks), "", tail])
 
 

@@ -6,26 +6,23 @@ Nothing is ended for standing still: the time-out of the collectives decides. Ra
 collectives are ended, since nothing that they compute is right any more.
 """
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.calls import Difference, find_difference
-from shoal.launch.desync import Comparison, read_rings
+from shoal.launch.afar import Afar
+from shoal.launch.desync import Comparison
 from shoal.launch.incident import Incident, Witness, append, ranks_in_words
-from shoal.launch.process import ask_kernel, workers_of
-from shoal.launch.rank import STACK_SIGNAL
 from shoal.launch.straggler import Stragglers
 from shoal.launch.supervise import Rank
 from shoal.launch.suspects import Patience, Standing, standing
-from shoal.launch.verdict import read_log
-from shoal.record import Phase, Seen, look
+from shoal.launch.watched import Near, Watched
+from shoal.record import Seen
 from shoal.units import show_seconds
 
-_MOST_WORKERS, _WORKER_S = 4, 0.02  # asked of one rank, and the time of each to write
+_ANSWER_S = 5.0  # in which another machine must have looked at its ranks
 _SPEAK_S = 2.0  # in which a rank says itself that its calls are not those of the others
 _OWN_PAUSE_S = 1.0  # a look that comes so late says that this process, or all of them, did not run
 
@@ -34,14 +31,24 @@ class Vigil:
     """Called as often as one likes with the time; looks as often as `Patience` says.
 
     Args:
+        size: of the world.
+        afar: the ranks of other machines.
         screen: where a screen goes.
         incidents: the file that keeps them.
     """
 
     def __init__(
-        self, ranks: Sequence[Rank], *, patience: Patience, screen: Callable[[str], None], incidents: Path
+        self,
+        ranks: Sequence[Rank],
+        *,
+        size: int,
+        patience: Patience,
+        screen: Callable[[str], None],
+        incidents: Path,
+        afar: Afar | None = None,
     ) -> None:
-        self._ranks, self._patience, self._screen, self._path = ranks, patience, screen, incidents
+        self._size, self._patience, self._screen, self._path, self._afar = size, patience, screen, incidents, afar
+        self._near = [Near(rank) for rank in ranks]
         self._next = 0.0
         self._suspected: Standing | None = None
         self._inquiry: _Inquiry | None = None
@@ -57,9 +64,11 @@ class Vigil:
         was_away = bool(self._next) and now - self._next > _OWN_PAUSE_S
         self._next = now + self._patience.look_s
         self._compare(now)
-        alive = {rank.rank: rank for rank in self._ranks if rank.is_alive}
-        seen = {number: look(rank.record) for number, rank in alive.items()}
-        if was_away or len(seen) < len(self._ranks) or not all(one.is_used for one in seen.values()):
+        ranks: list[Watched] = [*self._near, *(self._afar.ranks() if self._afar is not None else ())]
+        alive = {rank.rank: rank for rank in ranks if rank.is_alive}
+        seen = {number: rank.seen() for number, rank in alive.items()}
+        is_blind = was_away or (self._afar is not None and self._afar.is_stale(now))
+        if is_blind or len(seen) < self._size or not all(one.is_used for one in seen.values()):
             self._suspected = self._inquiry = None
             return
         for straggler in self._stragglers.advance(seen, now):
@@ -76,19 +85,19 @@ class Vigil:
         if self.parted is None:
             self.parted, self._parted_at = self._comparison.advance(), now
         elif now - self._parted_at > _SPEAK_S:
-            for rank in self._ranks:
+            for rank in self._near:
                 if rank.is_alive:
-                    rank.kill()
+                    rank.process.kill()
 
-    def _suspect(self, alive: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> None:
+    def _suspect(self, alive: Mapping[int, Watched], seen: Mapping[int, Seen], now: float) -> None:
         before, self._suspected = self._suspected, self._judge(alive, seen, now)
         if self._suspected.ranks and before is not None and before.ranks == self._suspected.ranks:
             self._inquiry = _Inquiry(alive, self._suspected, seen, now)
             self._next = now + self._patience.stacks_s / 2
 
-    def _judge(self, alive: Mapping[int, Rank], seen: Mapping[int, Seen], now: float) -> Standing:
+    def _judge(self, alive: Mapping[int, Watched], seen: Mapping[int, Seen], now: float) -> Standing:
         still = [number for number, one in seen.items() if now - one.changed_s > self._patience.least_s]
-        stopped = [number for number in still if ask_kernel(alive[number].pid).is_stopped]
+        stopped = [number for number in still if alive[number].kernel().is_stopped]
         return standing(seen, stopped, now, self._patience) if still else Standing()
 
     def _conclude(self, inquiry: "_Inquiry", seen: Mapping[int, Seen], now: float) -> None:
@@ -96,8 +105,10 @@ class Vigil:
             inquiry.ask_workers()
             self._next = now + self._patience.stacks_s / 2
             return
+        witnesses = inquiry.witnesses(seen, now)
+        if witnesses is None:
+            return  # another machine has yet to answer
         self._inquiry = self._suspected = None
-        witnesses = {number: inquiry.witness(number, one, now) for number, one in seen.items()}
         stopped = [number for number, one in witnesses.items() if one.kernel.is_stopped]
         waits = [number for number, one in witnesses.items() if one.waits]
         found = standing(seen, stopped, now, self._patience, waits)
@@ -107,9 +118,18 @@ class Vigil:
             return
         pids = {number: rank.pid for number, rank in inquiry.ranks.items()}
         step = min(one.step for one in seen.values())
-        parted = find_difference(read_rings(list(inquiry.ranks.values())), step=step) if found.is_circle else None
+        rings = {number: rank.ring() for number, rank in inquiry.ranks.items()} if found.is_circle else {}
+        hosts = {number: rank.host for number, rank in inquiry.ranks.items() if rank.host}
         changed = {number: seen[number].changed_s for number in found.ranks}
-        self._open = Incident(standing=found, witnesses=witnesses, pids=pids, at_s=now, changed=changed, parted=parted)
+        self._open = Incident(
+            standing=found,
+            witnesses=witnesses,
+            pids=pids,
+            at_s=now,
+            changed=changed,
+            hosts=hosts,
+            parted=find_difference(rings, step=step),
+        )
         self._tell(self._open.screen(), self._open.as_dict())
 
     def _see_whether_it_goes_on(self, incident: Incident, seen: Mapping[int, Seen], now: float) -> None:
@@ -133,36 +153,20 @@ class Vigil:
 class _Inquiry:
     """Ranks have been asked for their stacks; then the loader workers of those that wait for data."""
 
-    def __init__(self, ranks: Mapping[int, Rank], suspected: Standing, seen: Mapping[int, Seen], now: float) -> None:
+    def __init__(self, ranks: Mapping[int, Watched], suspected: Standing, seen: Mapping[int, Seen], now: float) -> None:
         self.ranks, self.seen, self.has_asked_workers = ranks, seen, False
         self._suspected, self._began = suspected, now
-        self._kernels = {number: ask_kernel(rank.pid) for number, rank in ranks.items()}
-        self._stacks_from = {
-            number: rank.ask_where() for number, rank in ranks.items() if not self._kernels[number].is_stopped
-        }
-        self._workers_from: dict[int, int] = {}
+        for rank in ranks.values():
+            rank.ask()
 
     def ask_workers(self) -> None:
-        """They share the rank's log, so one writes after the other."""
         self.has_asked_workers = True
         for number in self._suspected.ranks:
-            rank = self.ranks[number]
-            if self.seen[number].phase is not Phase.DATA:
-                continue
-            for pid in workers_of(rank.pid)[:_MOST_WORKERS]:
-                self._workers_from.setdefault(number, rank.log.stat().st_size)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, STACK_SIGNAL)
-                time.sleep(_WORKER_S)
+            self.ranks[number].ask_workers()
 
-    def witness(self, number: int, seen: Seen, now: float) -> Witness:
-        """What a rank has answered, and what the kernel says of it."""
-        rank, before, kernel = self.ranks[number], self._kernels[number], ask_kernel(self.ranks[number].pid)
-        start, workers = self._stacks_from.get(number), self._workers_from.get(number)
-        return Witness(
-            seen=seen,
-            kernel=kernel,
-            cores=max(0.0, kernel.cpu_s - before.cpu_s) / max(now - self._began, 1e-3),
-            dump="" if start is None else read_log(rank.log, start, workers),
-            workers="" if workers is None else read_log(rank.log, workers),
-        )
+    def witnesses(self, seen: Mapping[int, Seen], now: float) -> dict[int, Witness] | None:
+        """What all have answered; None: some machine has not, and there is still time."""
+        found = {number: self.ranks[number].witness(one) for number, one in seen.items()}
+        if None in found.values() and now - self._began < _ANSWER_S:
+            return None
+        return {n: Witness(seen=seen[n], kernel=self.ranks[n].kernel()) if w is None else w for n, w in found.items()}
