@@ -12,7 +12,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
@@ -105,6 +105,21 @@ class Seen:
         return f"{self.where}, {'inside' if self.is_inside else 'after'} {self.message}"
 
     @property
+    def steps_here(self) -> int:
+        """Steps that this process has done."""
+        return self.spent.get(Phase.UPDATE, Spent()).count
+
+    @property
+    def done(self) -> int:
+        """The last step that is done, also by an earlier process."""
+        has_begun = self.phase is Phase.DATA or self.spent.get(Phase.DATA, Spent()).count > self.steps_here
+        return max(0, self.step - has_begun)
+
+    def shifted(self, offset_s: float) -> "Seen":
+        """On a clock that is so far ahead."""
+        return replace(self, since_s=self.since_s + offset_s, message_since_s=self.message_since_s + offset_s)
+
+    @property
     def changed_s(self) -> float:
         """When anything was noted last."""
         return max(self.since_s, self.message_since_s)
@@ -124,10 +139,13 @@ def look(path: Path) -> Seen:
         before, data = data, path.read_bytes() if path.exists() else b""
         if data == before:
             break
-    return _parse(data) if len(data) == SIZE else Seen()
+    return parse(data)
 
 
-def _parse(data: bytes) -> Seen:
+def parse(data: bytes) -> Seen:
+    """The same of what has been read already, perhaps on another machine."""
+    if len(data) != SIZE:
+        return Seen()
     form, stage = _PLACE.unpack_from(data)
     step, phase, micro, since = _DOING.unpack_from(data, _DOING_AT)
     state, message_since, *names, number = _MESSAGE.unpack_from(data, _MESSAGE_AT)

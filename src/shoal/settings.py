@@ -49,6 +49,9 @@ class TrainSettings(BaseModel):
     trace: int | None = Field(default=None, ge=1)
     weights: str | None = None
     preset: str | None = None
+    max_restarts: int = Field(default=0, ge=0)
+    memory_copies: str = Field(default="auto", pattern="^(auto|off|[1-9][0-9]{0,8})$", coerce_numbers_to_str=True)
+    elastic: str | None = None
     set: dict[str, str] = Field(default_factory=dict)
 
 
@@ -118,6 +121,18 @@ def resolve(
 
 
 Given = tuple[str, Any, str]  # name, value, where it was said
+
+
+def of_host(fields: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """The fields of the job on a host: those for all, and over them those for it alone, `data_dir@a`.
+
+    Args:
+        names: what the host is called, the strongest first.
+    """
+    found = {key: text for key, text in fields.items() if "@" not in key}
+    for name in reversed(names):
+        found |= {key.partition("@")[0]: text for key, text in fields.items() if key.partition("@")[2] == name}
+    return found
 
 
 def with_preset(settings: Settings[TrainSettings], fields: Mapping[str, Any]) -> Settings[TrainSettings]:
@@ -217,6 +232,7 @@ _BOUNDS = {
     "greater_than": "above {gt}",
     "less_than_equal": "at most {le}",
     "finite_number": "finite",
+    "string_pattern_mismatch": "auto, off, or a number of steps",
 }
 
 

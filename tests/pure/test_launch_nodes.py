@@ -30,20 +30,27 @@ class Machine(threading.Thread):
         super().__init__(daemon=True)
         self.nodes, self.ranks, self.facts, self.ending = nodes, ranks, facts, ending
         self.post = self.error = self.final = None
-        self.told = threading.Event()
+        self.asked = []
         self.start()
 
     def run(self):
         try:
             with meet(self.nodes, self.ranks, self.facts, lambda: 4321) as crew:
                 self.post, self.crew = crew.post, crew
-                crew.watch(self.told.set)
+                crew.watch(self.asked)
                 if self.ending is not None:
                     self.final = crew.conclude(self.ending)
                 else:
-                    self.told.wait(20)
+                    self.wait_until_asked(20)
         except LaunchError as error:
             self.error = str(error)
+
+
+    def wait_until_asked(self, within_s):
+        until = time.monotonic() + within_s
+        while not self.asked and time.monotonic() < until:
+            time.sleep(0.01)
+        return bool(self.asked)
 
 
 def machines(num, **changes):
@@ -64,13 +71,12 @@ def test_each_machine_learns_its_ranks_also_where_they_have_different_numbers_of
     assert all(machine.final["exit_code"] == 0 for machine in found)
 
 
-def test_who_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(muster, "MEET_S", 0.5)
-    machine = Machine(Nodes(num=3, rank=0, port=free_port()))
+def test_who_is_missing_is_named():
+    machine = Machine(Nodes(num=3, rank=0, port=free_port(), meet_s=0.5))
     machine.join(10)
     assert "1 of 3 nodes came" in machine.error
     assert "Missing: node 1, 2" in machine.error
-    alone = Machine(Nodes(num=2, rank=1, port=free_port()))
+    alone = Machine(Nodes(num=2, rank=1, port=free_port(), meet_s=0.5))
     alone.join(10)
     assert "node 0 cannot be reached" in alone.error
 
@@ -115,6 +121,30 @@ def test_strangers_are_sent_away_and_disturb_nobody(monkeypatch):
     assert first.post.size == 4
 
 
+def test_node_0_waits_until_its_name_is_known(monkeypatch):
+    """As that of a pod in Kubernetes, which is known once the pod is ready."""
+    asked = []
+    look_up = socket.getaddrinfo
+
+    def unknown_at_first(host, *args, **options):
+        asked.append(host)
+        if asked.count("localhost") in (1, 2) and host == "localhost":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *args, **options)
+
+    port = free_port()
+    monkeypatch.setattr(muster.socket, "getaddrinfo", unknown_at_first)
+    first = Machine(Nodes(num=2, rank=0, address="localhost", port=port), ending=WELL)
+    second = Machine(Nodes(num=2, rank=1, port=port), ending=WELL)
+    first.join(20)
+    second.join(20)
+    assert (first.error, second.error) == (None, None)
+    assert asked.count("localhost") == 3
+    never = Machine(Nodes(num=2, rank=0, address="nobody.invalid", port=port, meet_s=0.5))
+    never.join(10)
+    assert "cannot listen at nobody.invalid" in never.error
+
+
 def test_a_port_that_is_taken_is_said():
     with socket.create_server(("127.0.0.1", 0)) as server:
         machine = Machine(Nodes(num=2, rank=0, port=server.getsockname()[1]))
@@ -136,8 +166,8 @@ def test_a_machine_that_goes_or_falls_silent_ends_the_others(monkeypatch):
             line.connection.shutdown(socket.SHUT_RDWR)
         else:
             monkeypatch.setattr(line, "tell", lambda message: None)
-        assert first.told.wait(5)
-        assert third.told.wait(5)
+        assert first.wait_until_asked(5)
+        assert third.wait_until_asked(5)
         wanted = "is gone" if goes else "has said nothing for"
         assert "node 1" in first.crew.trouble
         assert wanted in first.crew.trouble
@@ -164,6 +194,8 @@ def test_the_cause_is_told_to_all_and_not_its_echoes():
         ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a:port"}, "must be HOST:PORT"),
         ({"nnodes": "2", "standalone": True}, "this machine alone"),
         ({"node_rank": 1}, "say how many there are"),
+        ({"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_conf": "timeout=9"}, "join_timeout=SECONDS is all"),
+        ({"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_conf": "join_timeout=x"}, "join_timeout=SECONDS"),
     ],
 )
 def test_words_that_leave_something_open_are_refused(flags, reason):
@@ -180,8 +212,7 @@ def test_torchruns_words_mean_the_same_here():
         num=2, rank=1, address="a", port=1234, run_id="x"
     )
     assert Nodes.of(**told, master_addr="a").port == 29500
+    assert Nodes.of(**told, master_addr="a", rdzv_conf="join_timeout=600").meet_s == 600
     assert Nodes.of(standalone=True) is None
     assert Nodes.of(nnodes="1", node_rank=0) is None
-    assert "always" in check_words(rdzv_backend="c10d", max_restarts=0, use_env=True)[0]
-    with pytest.raises(LaunchError, match="not started again"):
-        check_words(rdzv_backend=None, max_restarts=1, use_env=False)
+    assert "always" in check_words(rdzv_backend="c10d", use_env=True)[0]

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.checkpoint.fence import Fence
 from shoal.errors import CheckpointError
 
 _COMMITTED = re.compile(r"step_(\d{6,})(\.old)?")
@@ -123,12 +124,15 @@ class FolderLock:
     file in this process drops the lock, so one process opens one lock per folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_wanted: bool = True) -> None:
         self._descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.is_held = True
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
+            if not is_wanted:
+                self.is_held = False
+                return
             holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
             self.close()
             raise CheckpointError(
@@ -181,8 +185,10 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a complete folder its name. An older save of this step moves aside, back on failure."""
+def publish(temporary: Path, final: Path, fence: Fence | None = None) -> None:
+    """Give a complete folder its name, if `fence` allows. An older save of this step moves aside, back on failure."""
+    if fence is not None:
+        fence.check()
     aside = final.with_name(final.name + ".old")
     replaces = final.is_dir()
     if replaces:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.fence import Fence
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry, join
 from shoal.checkpoint.shelf import (
     FolderLock,
@@ -76,15 +77,18 @@ def write(folder: Path, tree: object, *, step: int, job: Mapping[str, Any], layo
         lock.close()
 
 
-def open_folder(folder: Path) -> FolderLock:
+def open_folder(folder: Path, *, wants_lock: bool = True) -> FolderLock:
     """Create and lock the folder of a run's checkpoints, and clear it of what dead writers left.
+
+    Args:
+        wants_lock: False where a host that is lost may still hold it: its number is no longer the newest (`fence`).
 
     Raises:
         CheckpointError: it cannot be written, or another process writes there.
     """
     try:
         make_folder(folder)
-        lock = FolderLock(folder)
+        lock = FolderLock(folder, is_wanted=wants_lock)
         if lock.is_held:
             remove_leftovers(folder)
     except OSError as error:
@@ -93,7 +97,12 @@ def open_folder(folder: Path) -> FolderLock:
 
 
 def commit(
-    slot: Slot, image: Image, header: Manifest, others: Sequence[int] = (), patience: Patience | None = None
+    slot: Slot,
+    image: Image,
+    header: Manifest,
+    others: Sequence[int] = (),
+    patience: Patience | None = None,
+    fence: Fence | None = None,
 ) -> Path:
     """On rank 0: write the own file, wait for those of the others, give the whole its name.
 
@@ -108,7 +117,7 @@ def commit(
         manifest = join([own, *hear(slot, others, patience or Patience())])
         write_file(slot.temporary / MANIFEST_NAME, [memoryview(manifest.to_bytes())])
         sync_folder(slot.temporary)
-        publish(slot.temporary, slot.final)
+        publish(slot.temporary, slot.final, fence)
     except CheckpointError:
         discard(slot)
         raise
@@ -144,10 +153,17 @@ def write_own(slot: Slot, rank: int, image: Image, header: Manifest) -> Manifest
         return replace(header, skeleton=image.skeleton)
     if shutil.disk_usage(slot.final.parent).free < image.num_bytes + _MARGIN_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    path, start = slot.path_of(rank, ".safetensors"), header_bytes(image.spans)
-    write_file(path, [memoryview(start), memory_of(image.data)])
+    write_file(slot.path_of(rank, ".safetensors"), [memoryview(header_bytes(image.spans)), memory_of(image.data)])
+    return own_manifest(header, rank, image)
+
+
+def own_manifest(header: Manifest, rank: int, image: Image) -> Manifest:
+    """The manifest of what one rank has written."""
+    if rank and not image.spans:
+        return replace(header, skeleton=image.skeleton)
+    name, start = f"rank_{rank:05d}.safetensors", header_bytes(image.spans)
     entry = FileEntry(num_bytes=len(start) + image.num_bytes, header_sha256=hashlib.sha256(start).hexdigest())
-    return replace(header, files={path.name: entry}, tensors=_index(path.name, image), skeleton=image.skeleton)
+    return replace(header, files={name: entry}, tensors=_index(name, image), skeleton=image.skeleton)
 
 
 def _with_numbers(error: OSError, slot: Slot, image: Image) -> OSError:

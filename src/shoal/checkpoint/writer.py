@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.fence import Fence
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.read import looks_complete
 from shoal.checkpoint.shelf import list_checkpoints, name_of, reason, remove_checkpoint
@@ -89,7 +90,10 @@ class Writer:
         self._others: list[int] = []  # of the last save
         self._bug: BaseException | None = None
         self._trouble = ""  # of the last save
-        self._lock = open_folder(folder) if self._rank == 0 else None
+        place = world.place if world is not None else None
+        is_later = place is not None and place.generation > 0
+        self._lock = open_folder(folder, wants_lock=not is_later) if self._rank == 0 else None
+        self.fence = _claim(folder, place.fence if place else 0) if self._rank == 0 else None
 
     def submit(self, tree: object, *, step: int, job: Mapping[str, Any], layout: str) -> None:
         """Take the state of `step` and save it in the background; the tree may change once this returns.
@@ -233,7 +237,7 @@ class Writer:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             if self._rank == 0:
-                commit(save.slot, save.image, save.header, save.others, self._patience)
+                commit(save.slot, save.image, save.header, save.others, self._patience, self.fence)
             else:
                 hand_over(save.slot, self._rank, save.image, save.header)
             save.write_s = time.perf_counter() - started
@@ -272,3 +276,10 @@ class Writer:
         self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _claim(folder: Path, number: int) -> Fence:
+    try:
+        return Fence.claim(folder, number)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {reason(error)}") from error

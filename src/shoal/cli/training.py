@@ -44,6 +44,9 @@ _SETTINGS = (
     "trace",
     "weights",
     "preset",
+    "max_restarts",
+    "memory_copies",
+    "elastic",
 )
 _MEETING = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
 
@@ -79,6 +82,15 @@ def train(
     ] = None,
     init: Annotated[
         str | None, typer.Option(help="by-name: no rank ever holds the whole model; short for --set init=by-name.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="Failures since the last progress after which all ranks are started again.")
+    ] = None,
+    memory_copies: Annotated[
+        str | None, typer.Option(help="Copies of the state in shared memory: auto, off, or every N steps.")
+    ] = None,
+    elastic: Annotated[
+        str | None, typer.Option(help="MIN:MAX data replicas: go on with fewer, and with more again.")
     ] = None,
     nnodes: Nnodes = None,
     node_rank: NodeRank = None,
@@ -145,7 +157,7 @@ def launch(
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[str | None, typer.Option(help="As for torchrun; all of them mean the same here.")] = None,
     standalone: Annotated[bool, typer.Option("--standalone", help="This machine alone, as by default.")] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="0: a script that fails is not started again.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often all are started again after a failure.")] = 0,
     use_env: Annotated[bool, typer.Option("--use-env", help="As always: LOCAL_RANK is in the environment.")] = False,
     as_json: Annotated[
         bool,
@@ -157,7 +169,7 @@ def launch(
     from shoal.verbs.launch import as_dict, command
 
     with answering(as_json):
-        for word in check_words(rdzv_backend=rdzv_backend, max_restarts=max_restarts, use_env=use_env):
+        for word in check_words(rdzv_backend=rdzv_backend, use_env=use_env):
             typer.echo(word, err=True)
         nodes = Nodes.of(
             nnodes=nnodes,
@@ -177,6 +189,7 @@ def launch(
             threads=threads,
             quiet=as_json,
             nodes=nodes,
+            max_restarts=max_restarts,
         )
     if as_json:
         print_json(as_dict(outcome))

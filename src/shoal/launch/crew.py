@@ -5,6 +5,7 @@ clock, so machines whose clocks differ live as long as all others.
 """
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -18,6 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.errors import LaunchError
+from shoal.launch.afar import Afar
+from shoal.launch.again import Ended
+from shoal.launch.group import Post
 from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import FAILED, ON_REQUEST, Failure, Outcome
 
@@ -25,23 +29,6 @@ ALIVE_S = 1.0
 LOST_S = 10.0  # without a word
 PART_S = 15.0  # at the end, for the others to tell how it went
 _MAX_LINE = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Post:
-    """Where this machine's ranks stand in the run.
-
-    Attributes:
-        first: the rank of its first process.
-        size: of the world.
-        port: of the store, at the address where all met.
-        hosts: of all nodes.
-    """
-
-    first: int
-    size: int
-    port: int
-    hosts: list[str]
 
 
 class Line:
@@ -109,6 +96,7 @@ class Crew:
 
     nodes: Nodes
     post: Post
+    hosts: list[str]
     lines: dict[int, Line]
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)
     trouble: str = ""
@@ -117,6 +105,15 @@ class Crew:
     _is_over: bool = False
     _thread: threading.Thread | None = None
 
+    def __post_init__(self) -> None:
+        self.afar = Afar(self.hosts, self._send)
+
+    def _send(self, node: int, told: Mapping[str, Any]) -> None:
+        line = self.lines.get(node)
+        if line is not None:
+            line.tell({"afar": told})
+
+    @property
     def fds(self) -> tuple[int, ...]:
         """What no rank may hold open, or nobody would see that this process is gone."""
         return tuple(line.connection.fileno() for line in self.lines.values())
@@ -127,8 +124,9 @@ class Crew:
             self.pulled = True
             asked.append(signal.SIGINT)
 
-    def watch(self, on_trouble: Callable[[], None]) -> None:
-        """From now on, listen and be heard; `on_trouble` is called once, when this machine must end."""
+    def watch(self, asked: list[int]) -> None:
+        """From now on, listen and be heard; when this machine must end, `asked` says so."""
+        on_trouble = functools.partial(self.pull, asked)
         self._thread = threading.Thread(target=self._watch, args=(on_trouble,), daemon=True)
         self._thread.start()
 
@@ -173,6 +171,8 @@ class Crew:
             self.lines.pop(node).close()
             return "" if node in self.endings or self._final is not None else f"{self._name(node)} is gone"
         for told in messages:
+            if "afar" in told:
+                self.afar.hear(node, told["afar"])
             if "ended" in told:
                 self.endings[node] = told["ended"]
                 code = told["ended"]["exit_code"]
@@ -185,7 +185,7 @@ class Crew:
         return ""
 
     def _name(self, node: int) -> str:
-        return f"node {node} ({self.post.hosts[node]})"
+        return f"node {node} ({self.hosts[node]})"
 
     def conclude(self, ending: dict[str, Any]) -> dict[str, Any]:
         """Tell how this machine's ranks ended, and learn how all did: that of the node that failed first, if any."""
@@ -205,6 +205,17 @@ class Crew:
         for line in self.lines.values():
             line.tell({"final": final})
         return final
+
+    def own(self, asked: list[int]) -> list[int]:
+        """What was asked for here, and not by another machine."""
+        return [] if self.pulled else asked
+
+    def settle(self, outcome: Outcome, ended: Ended, asked: list[int]) -> tuple[Outcome, Post | None, str]:
+        """How all ended; several machines are not started again."""
+        outcome = concluded(self, outcome)
+        if self.pulled:
+            asked.clear()
+        return outcome, None, ""
 
     def close(self) -> None:
         """At the end."""
@@ -252,7 +263,7 @@ def _far(crew: Crew, final: dict[str, Any]) -> Failure:
         rank=int(final["rank"]),
         exit_code=int(final["exit_code"]),
         type=str(final["type"]),
-        message=f"{final['message']}\n  on node {node} ({crew.post.hosts[node]})",
+        message=f"{final['message']}\n  on node {node} ({crew.hosts[node]})",
         user_frame=str(final["at"]),
         at_s=float(final["at_s"]),
         is_lesson=bool(final["is_lesson"]),

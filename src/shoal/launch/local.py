@@ -1,43 +1,35 @@
-"""start and run_script: N processes on this machine, watched until they end."""
+"""start and run_script: N processes on this machine, watched until they end, and started again where allowed."""
 
 import contextlib
 import functools
 import gc
-import multiprocessing
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Protocol
 
 from shoal.errors import LaunchError
-from shoal.launch.crew import Crew, concluded
-from shoal.launch.fork import fork_quietly
-from shoal.launch.machine import default_threads, has_accelerator, most_ranks, num_cores, num_memory_kills
+from shoal.launch.afar import Afar
+from shoal.launch.again import Ended, History, Terms, decide
+from shoal.launch.group import Group, Plan, Post, Screen
+from shoal.launch.machine import default_threads, has_accelerator
+from shoal.launch.memory import shared_folder
 from shoal.launch.muster import meet, same_everywhere
-from shoal.launch.named import Named, name_of, spec
 from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import Outcome
 from shoal.launch.output import Show
-from shoal.launch.rank import Seat, Work, end_forked, run, take_forked_seat
+from shoal.launch.rank import Work
+from shoal.launch.restarted import Restarted, cause_of
 from shoal.launch.screen import failure_screen, to_stderr
-from shoal.launch.script import check_script, leftovers, meeting_point, ranks_variables, run_as_main, torchrun_variables
-from shoal.launch.supervise import Rank, end_all, stop_requests, supervise
+from shoal.launch.script import LOOPBACK, check_script, meeting_point, run_as_main
+from shoal.launch.supervise import stop_requests
 from shoal.launch.suspects import Patience
-from shoal.launch.verdict import judge
-from shoal.launch.vigil import Vigil
-from shoal.launch.warm import check_may_fork, has_thread_pool, import_needed
-from shoal.record import prepare
-from shoal.world import Place
-
-Screen = Callable[[str], None]
+from shoal.launch.warm import has_thread_pool, import_needed
 
 
 def start(
@@ -54,6 +46,8 @@ def start(
     alike: Mapping[str, str] | None = None,
     incidents: Path | None = None,
     patience: Patience | None = None,
+    terms: Terms | None = None,
+    keeps_memory: bool = False,
 ) -> Outcome:
     """Run `work(place)` in `num_ranks` processes on this machine, and return when all have ended.
 
@@ -75,43 +69,31 @@ def start(
         incidents: a file; with it ranks that stand still and stragglers are shown, and kept there. For work that
             trains with `shoal.assemble`, whose progress can be read, and whose ranks are all on this machine.
         patience: when a rank is suspected to stand still.
+        terms: when ranks that failed are started again; by default never. `work` sees in `place.generation` how
+            often that was.
+        keeps_memory: give ranks a folder in shared memory (`place.memory`) that outlives them.
 
     Raises:
         LaunchError: nothing can be started so, and why.
     """
-    with _private_folder() as private, _met(nodes, num_ranks, alike or {}) as crew:
-        plan = _Plan(
+    with _private_folder() as private, shared_folder(is_wanted=keeps_memory) as memory:
+        plan = Plan(
             work=work,
             num_ranks=num_ranks,
+            private=private,
             threads=threads,
             log_dir=log_dir,
-            private=private,
             show=show,
             fresh=fresh,
-            rendezvous=f"file://{private / 'rendezvous'}" if crew is None else "env://",
-            variables=ranks_variables if crew is None else _variables(crew),
-            crew=crew,
+            grace_s=grace_s,
+            screen=screen,
             incidents=incidents,
             patience=patience or Patience(),
+            terms=terms or Terms(),
+            memory=memory,
+            run_id=nodes.run_id if nodes is not None else "",
         )
-        return _launch(plan, grace_s=grace_s, screen=screen)
-
-
-@contextlib.contextmanager
-def _met(nodes: Nodes | None, num_ranks: int, alike: Mapping[str, str]) -> Iterator[Crew | None]:
-    """With the parents on the other machines, if there are any; the store is on node 0."""
-    if nodes is None:
-        yield None
-        return
-    import_needed()  # before the store's process is forked, or that one imports torch a second time
-    with contextlib.ExitStack() as stack:
-        store = functools.partial(stack.enter_context, meeting_point(nodes.address))
-        yield stack.enter_context(meet(nodes, num_ranks, same_everywhere(alike), store))
-
-
-def _variables(crew: Crew) -> Callable[[Place], dict[str, str]]:
-    address, port, run_id = crew.nodes.address, crew.post.port, crew.nodes.run_id
-    return lambda place: torchrun_variables(place, port, run_id, address)
+        return _launch(plan, nodes, alike or {})
 
 
 def run_script(
@@ -127,6 +109,7 @@ def run_script(
     fresh: bool | None = None,
     screen: Screen = to_stderr,
     nodes: Nodes | None = None,
+    max_restarts: int = 0,
 ) -> Outcome:
     """Run a plain distributed script, unchanged, in `num_ranks` processes on this machine.
 
@@ -136,136 +119,150 @@ def run_script(
     Args:
         script: a path, or with `module` a name, as `python -m`.
         fresh: new interpreters; by default where there is a GPU.
+        max_restarts: as torchrun's: how often all ranks are started again after one has failed, in all.
 
     Raises:
         LaunchError: no such script, or nothing can be started so.
     """
     if not module:
         check_script(Path(script))
-    work = functools.partial(run_as_main, target=str(script), arguments=list(args), is_module=module)
-    run_id = uuid.uuid4().hex[:12]
-    fresh = has_accelerator() if fresh is None else fresh
-    if nodes is not None:
-        alike = {} if module else {Path(script).name: str(script)}
-        options = {"threads": threads, "log_dir": log_dir, "show": show, "fresh": fresh, "screen": screen}
-        return start(work, num_ranks, grace_s=grace_s, nodes=nodes, alike=alike, **options)  # type: ignore[arg-type]
-    if not fresh:
-        import_needed()  # before the store's process is forked, or that one imports torch a second time
-    with _private_folder() as private, meeting_point() as port:
-        plan = _Plan(
-            work=work,
+    with _private_folder() as private:
+        plan = Plan(
+            work=functools.partial(run_as_main, target=str(script), arguments=list(args), is_module=module),
             num_ranks=num_ranks,
+            private=private,
             threads=threads,
             log_dir=log_dir,
-            private=private,
             show=show,
-            fresh=fresh,
-            rendezvous="env://",
-            variables=lambda place: torchrun_variables(place, port, run_id),
+            fresh=has_accelerator() if fresh is None else fresh,
+            grace_s=grace_s,
+            screen=screen,
+            terms=Terms(max_restarts=max_restarts, counts_all=True),
+            run_id=nodes.run_id if nodes is not None else uuid.uuid4().hex[:12],
         )
-        return _launch(plan, grace_s=grace_s, screen=screen)
+        return _launch(plan, nodes, {} if module else {Path(script).name: str(script)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    work: Work
-    num_ranks: int
-    threads: int | None
-    log_dir: Path | None
-    private: Path
-    show: Show
-    fresh: bool
-    rendezvous: str
-    variables: Callable[[Place], dict[str, str]]
-    crew: Crew | None = None
-    incidents: Path | None = None
-    patience: Patience = field(default_factory=Patience)
-    ranks: list[Rank] = field(default_factory=list)
+class _Machines(Protocol):
+    """Those of a run: this one, or this one among others."""
 
-    def check(self) -> None:
-        if self.num_ranks < 1:
-            raise LaunchError(f"{self.num_ranks} processes: at least 1 must run.")
-        most = most_ranks()
-        if self.num_ranks > most:
-            raise LaunchError(
-                f"{self.num_ranks} processes on {num_cores()} cores would bring this machine down; at most {most} "
-                "start here. Spread the layout over more machines with torchrun, srun or mpirun."
-            )
-        if self.threads is not None and self.threads < 1:
-            raise LaunchError(f"threads={self.threads}: each process needs at least 1.")
-        if self.show not in get_args(Show):
-            raise LaunchError(f"show={self.show!r} is none of {', '.join(get_args(Show))}.")
-        if not self.fresh:
-            check_may_fork()
+    @property
+    def post(self) -> Post:
+        """In the generation that is next, or runs."""
 
-    def record(self, rank: int) -> Path:
-        return self.private / f"rank_{rank}.record"
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What no rank may hold open."""
 
-    def vigil(self, screen: Screen) -> Vigil | None:
-        if self.incidents is None:
-            return None
-        return Vigil(self.ranks, patience=self.patience, screen=screen, incidents=self.incidents)
+    @property
+    def afar(self) -> Afar | None:
+        """The other machines' ranks, for those who watch; None: there are none."""
 
-    def seat(self, rank: int, reports: int, threads: int) -> Seat:
-        post = self.crew.post if self.crew is not None else None
-        place = Place(
-            rank=rank + (post.first if post else 0),
-            size=post.size if post else self.num_ranks,
-            local_rank=rank,
-            local_size=self.num_ranks,
-            node=self.crew.nodes.rank if self.crew else 0,
-            num_nodes=self.crew.nodes.num if self.crew else 1,
-            rendezvous=self.rendezvous,
-            source="shoal",
-            record=str(self.record(rank)),
-        )
-        return Seat(
-            place=place,
-            threads=threads,
-            parent=os.getpid(),
-            reports=reports,
-            log=(self.log_dir or self.private).resolve() / f"rank_{place.rank}.log",
-            show=self.show,
-            set_variables=self.variables(place) | {"OMP_NUM_THREADS": str(threads)},
-            drop_variables=leftovers(os.environ),
-        )
+    def watch(self, asked: list[int]) -> None:
+        """From now on the ranks run: end them, by `asked`, when the other machines say so."""
+
+    def own(self, asked: list[int]) -> list[int]:
+        """What was asked for here, and not by another machine."""
+
+    def settle(self, outcome: Outcome, ended: Ended, asked: list[int]) -> tuple[Outcome, Post | None, str]:
+        """How all ended, where this machine stands in the next generation (None: there is none), and why not."""
 
 
-def _launch(plan: _Plan, *, grace_s: float, screen: Screen) -> Outcome:
+class _Alone:
+    """One machine."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._terms, self._history, self._has_store = plan.terms, History(), bool(plan.run_id)
+        self._slots, self._store = plan.num_ranks, contextlib.ExitStack()
+        self.fds: tuple[int, ...] = ()
+        self.afar: Afar | None = None
+        self.post = self._open(plan.num_ranks)
+
+    def __enter__(self) -> "_Alone":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+    def _open(self, size: int) -> Post:
+        self._store.close()  # that of a generation before
+        port = self._store.enter_context(meeting_point()) if self._has_store else 0
+        return Post(generation=self._history.generation, num=size, size=size, address=LOOPBACK, port=port)
+
+    def watch(self, asked: list[int]) -> None:
+        """Nobody else says anything."""
+
+    def own(self, asked: list[int]) -> list[int]:
+        return asked
+
+    def settle(self, outcome: Outcome, ended: Ended, asked: list[int]) -> tuple[Outcome, Post | None, str]:
+        decision = decide(self._terms, self._history, ended, self._slots)
+        self._history = decision.history
+        if decision.size:
+            self.post = self._open(decision.size)
+        return outcome, self.post if decision.size else None, decision.why
+
+
+@contextlib.contextmanager
+def _gathered(plan: Plan, nodes: Nodes | None, alike: Mapping[str, str]) -> Iterator[_Machines]:
+    """The machines of the run; the store is on node 0."""
+    if not plan.fresh:
+        import_needed()  # before the store's process is forked, or that one imports torch a second time
+    if nodes is None:
+        with _Alone(plan) as alone:
+            yield alone
+        return
+    with contextlib.ExitStack() as stack:
+        store = functools.partial(stack.enter_context, meeting_point(nodes.address))
+        yield stack.enter_context(meet(nodes, plan.num_ranks, same_everywhere(alike), store))
+
+
+def _launch(plan: Plan, nodes: Nodes | None, alike: Mapping[str, str]) -> Outcome:
     plan.check()
-    named = name_of(plan.work) if plan.fresh else None
-    threads = _threads(plan, screen)
-    if plan.log_dir is not None:  # nothing is refused any more: what is refused leaves no folder
+    plan.named()  # what fresh processes cannot find is said before any machine waits
+    with _gathered(plan, nodes, alike) as machines:
+        threads = _threads(plan)
+        if plan.log_dir is not None:  # nothing is refused any more: what is refused leaves no folder
+            try:
+                plan.log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"cannot write logs to {plan.log_dir}: {error.strerror}.") from None
+        with stop_requests() as asked, _frozen_heap():
+            return _generations(plan, machines, threads, asked)
+
+
+def _generations(plan: Plan, machines: _Machines, threads: int, asked: list[int]) -> Outcome:
+    """One after the other, until one is the last."""
+    began, cause = time.monotonic(), None
+    while True:
+        group = Group(plan, machines.post, threads=threads, others=machines.fds, afar=machines.afar)
+        told = None
         try:
-            plan.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"cannot write logs to {plan.log_dir}: {error.strerror}.") from None
-    kills = num_memory_kills()
-    began = time.monotonic()
-    with stop_requests() as asked, _frozen_heap():
-        try:
-            for rank in range(plan.num_ranks):
-                if asked:
-                    break  # Ctrl-C while ranks are still being made
-                plan.ranks.append(_begin(plan, rank, threads, named))
-            if plan.crew is not None:
-                plan.crew.watch(functools.partial(plan.crew.pull, asked))
-            supervise(plan.ranks, asked, grace_s=grace_s, watch=plan.vigil(screen))
+            group.begin(asked)
+            machines.watch(asked)
+            if cause is not None:
+                trains = plan.incidents is not None
+                told = Restarted(
+                    cause,
+                    group.ranks,
+                    number=group.post.generation,
+                    size=group.post.size,
+                    trains=trains,
+                    screen=plan.screen,
+                    incidents=plan.incidents,
+                )
+            group.run(asked, told)
         finally:
-            end_all(plan.ranks)
-    outcome = judge(
-        plan.ranks,
-        began=began,
-        now=time.monotonic(),
-        asked=asked if plan.crew is None or not plan.crew.pulled else [],
-        num_memory_kills=num_memory_kills() - kills,
-        keep_logs=plan.log_dir is not None,
-    )
-    if plan.crew is not None:
-        outcome = concluded(plan.crew, outcome)
-        asked = [] if plan.crew.pulled else asked
-    _tell(outcome, plan.crew.post.size if plan.crew else plan.num_ranks, asked, screen)
-    return outcome
+            group.end()
+        if told is not None:
+            told.close()
+        outcome = group.judge(machines.own(asked))
+        ended = group.ended(outcome, asked)
+        outcome, post, why = machines.settle(outcome, ended, asked)
+        if post is None:
+            _tell(outcome, group.post.size, asked, plan.screen, why)
+            return replace(outcome, seconds=time.monotonic() - began)
+        cause = cause_of(outcome, group.began, ended.done)
 
 
 @contextlib.contextmanager
@@ -278,89 +275,25 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _tell(outcome: Outcome, num_ranks: int, asked: list[int], screen: Screen) -> None:
+def _tell(outcome: Outcome, num_ranks: int, asked: list[int], screen: Screen, why: str) -> None:
     if outcome.failures:
         screen(failure_screen(outcome, num_ranks))
+        if why:
+            screen(f"{why}.")
     if asked:
         screen(f"\n{signal.Signals(asked[0]).name}: all {num_ranks} ranks have ended.")
 
 
-def _threads(plan: _Plan, screen: Screen) -> int:
-    """Threads per rank; imports what a forked rank needs."""
+def _threads(plan: Plan) -> int:
+    """Threads per rank."""
     threads = plan.threads or default_threads(plan.num_ranks)
-    if plan.fresh:
-        return threads
-    import_needed()
-    if threads > 1 and has_thread_pool():
-        screen(
+    if threads > 1 and not plan.fresh and has_thread_pool():
+        plan.screen(
             f"1 thread per rank instead of {threads}: this process has run operations on several threads already, "
             "and forked ranks could not use theirs. Start earlier, or with fresh=True, to use more."
         )
         return 1
     return threads
-
-
-def _begin(plan: _Plan, rank: int, threads: int, named: Named | None) -> Rank:
-    read_end, write_end = os.pipe()
-    seat = plan.seat(rank, write_end, threads)
-    log_start = seat.log.stat().st_size if seat.log.exists() else 0
-    prepare(plan.record(rank))
-    try:
-        if named is not None:
-            pid, poll = _begin_fresh(seat, named)
-        else:
-            others = plan.crew.fds() if plan.crew is not None else ()
-            closing = (read_end, *(earlier.reports for earlier in plan.ranks), *others)
-            pid, poll = _fork(plan.work, seat, closing)
-    except BaseException:
-        os.close(read_end)
-        raise
-    finally:
-        os.close(write_end)
-    os.set_blocking(read_end, False)
-    return Rank(
-        rank=seat.place.rank,
-        pid=pid,
-        poll=poll,
-        reports=read_end,
-        log=seat.log,
-        record=plan.record(rank),
-        log_start=log_start,
-        keeps_log=plan.log_dir is not None,
-    )
-
-
-def _fork(work: Work, seat: Seat, closing: tuple[int, ...]) -> tuple[int, Callable[[], int | None]]:
-    # multiprocessing knows what a forked child must forget of its parent's; with fork it pickles nothing.
-    process = multiprocessing.get_context("fork").Process(target=_forked, args=(work, seat, closing))
-    fork_quietly(process)
-    assert process.pid is not None
-
-    def collect() -> int | None:
-        code = process.exitcode
-        if code is not None:
-            process.close()  # its pipes would else stay open until it is garbage
-        return code
-
-    return process.pid, collect
-
-
-def _forked(work: Work, seat: Seat, closing: tuple[int, ...]) -> None:
-    take_forked_seat(seat, closing)
-    code = run(work, seat)
-    end_forked()
-    sys.exit(code)
-
-
-def _begin_fresh(seat: Seat, named: Named) -> tuple[int, Callable[[], int | None]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.launch.child", spec(seat, named)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(seat.reports,),
-        start_new_session=True,
-        env=os.environ | dict(seat.set_variables),  # OpenMP reads its variable when torch is imported
-    )
-    return process.pid, process.poll
 
 
 @contextlib.contextmanager

@@ -15,15 +15,14 @@ from importlib import metadata
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.crew import Crew, Line, Post
+from shoal.launch.crew import Crew, Line
+from shoal.launch.group import Post
 from shoal.launch.nodes import Nodes, secret
-
-MEET_S = 30.0  # in which all must have come
 
 
 @contextlib.contextmanager
 def meet(nodes: Nodes, num_ranks: int, facts: Mapping[str, Any], open_store: Callable[[], int]) -> Iterator[Crew]:
-    """All machines of the run, or none: within 30 s each has come, with the same code and versions.
+    """All machines of the run, or none: within 30 s (`nodes.meet_s`) each has come, with the same code and versions.
 
     Args:
         num_ranks: that this machine will start.
@@ -45,10 +44,10 @@ def meet(nodes: Nodes, num_ranks: int, facts: Mapping[str, Any], open_store: Cal
 
 
 def _host(nodes: Nodes, own: dict[str, Any], key: bytes, open_store: Callable[[], int]) -> Crew:
-    deadline = time.monotonic() + MEET_S
+    deadline = time.monotonic() + nodes.meet_s
     lines: dict[int, Line] = {}
     hellos = {0: own}
-    with _listener(nodes) as listener:
+    with _listener(nodes, deadline) as listener:
         try:
             while len(hellos) < nodes.num:
                 node, line, hello = _welcome(listener, nodes, key, hellos, deadline)
@@ -61,13 +60,29 @@ def _host(nodes: Nodes, own: dict[str, Any], key: bytes, open_store: Callable[[]
             raise
     counts = [hellos[node]["ranks"] for node in range(nodes.num)]
     port, hosts = open_store(), [hellos[node]["host"] for node in range(nodes.num)]
-    posts = [Post(first=sum(counts[:node]), size=sum(counts), port=port, hosts=hosts) for node in range(nodes.num)]
+    posts = [
+        Post(
+            first=sum(counts[:node]),
+            num=counts[node],
+            size=sum(counts),
+            node=node,
+            num_nodes=nodes.num,
+            address=nodes.address,
+            port=port,
+        )
+        for node in range(nodes.num)
+    ]
     for node, line in lines.items():
-        line.tell({"post": vars(posts[node])})
-    return Crew(nodes, posts[0], lines)
+        line.tell({"post": vars(posts[node]), "hosts": hosts})
+    return Crew(nodes, posts[0], hosts, lines)
 
 
-def _listener(nodes: Nodes) -> socket.socket:
+def _listener(nodes: Nodes, deadline: float) -> socket.socket:
+    while time.monotonic() < deadline:  # the name of a pod is known once the pod is ready: later than it looks here
+        with contextlib.suppress(socket.gaierror):
+            socket.getaddrinfo(nodes.address, nodes.port)
+            break
+        time.sleep(0.2)
     try:
         return socket.create_server((nodes.address, nodes.port), backlog=nodes.num)
     except OSError as error:
@@ -88,8 +103,9 @@ def _welcome(
             connection, _ = listener.accept()
         except TimeoutError:
             raise LaunchError(
-                f"{len(hellos)} of {nodes.num} nodes came to {nodes.address}:{nodes.port} in {MEET_S:.0f} s. Missing: "
-                f"node {', '.join(map(str, absent))}. Start shoal there too, with the same --nnodes and address."
+                f"{len(hellos)} of {nodes.num} nodes came to {nodes.address}:{nodes.port} in {nodes.meet_s:.0f} s. "
+                f"Missing: node {', '.join(map(str, absent))}. Start shoal there too, with the same --nnodes and "
+                "address."
             ) from None
         connection.settimeout(5.0)
         line = Line(connection, key)
@@ -146,9 +162,9 @@ def _first_words(line: Line) -> dict[str, Any]:
 
 
 def _join(nodes: Nodes, own: dict[str, Any], key: bytes) -> Crew:
-    deadline = time.monotonic() + MEET_S
+    deadline = time.monotonic() + nodes.meet_s
     line = Line(_reach(nodes, deadline), key)
-    line.connection.settimeout(MEET_S + 5.0)
+    line.connection.settimeout(nodes.meet_s + 5.0)
     line.tell(own)
     try:
         told = _first_words(line)
@@ -158,7 +174,7 @@ def _join(nodes: Nodes, own: dict[str, Any], key: bytes) -> Crew:
     if why:
         line.close()
         raise LaunchError(f"node 0 at {nodes.address}:{nodes.port} refuses this machine: {why}")
-    return Crew(nodes, Post(**told["post"]), {0: line})
+    return Crew(nodes, Post(**told["post"]), told["hosts"], {0: line})
 
 
 def _reach(nodes: Nodes, deadline: float) -> socket.socket:
@@ -168,7 +184,7 @@ def _reach(nodes: Nodes, deadline: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"node 0 cannot be reached at {nodes.address}:{nodes.port} within {MEET_S:.0f} s "
+                    f"node 0 cannot be reached at {nodes.address}:{nodes.port} within {nodes.meet_s:.0f} s "
                     f"({error.strerror or error}). Is it started, is the address right from here, does a firewall let "
                     "the port through?"
                 ) from None

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from shoal.errors import LaunchError
 
 DEFAULT_PORT = 29500
+MEET_S = 30.0  # in which all must have come, unless --rdzv-conf join_timeout says more
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -16,6 +17,7 @@ class Nodes:
 
     Attributes:
         run_id: of this run; machines of another run at the same place are refused.
+        meet_s: seconds in which all must have come.
     """
 
     num: int = 1
@@ -23,6 +25,7 @@ class Nodes:
     address: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     run_id: str = "none"
+    meet_s: float = MEET_S
 
     @staticmethod
     def of(
@@ -33,6 +36,7 @@ class Nodes:
         master_port: int | None = None,
         rdzv_endpoint: str | None = None,
         rdzv_id: str | None = None,
+        rdzv_conf: str | None = None,
         standalone: bool = False,
     ) -> "Nodes | None":
         """From the flags; None for this machine alone.
@@ -55,10 +59,11 @@ class Nodes:
         if not 0 <= node_rank < num:
             raise LaunchError(f"--node-rank {node_rank} of --nnodes {num}: nodes count from 0 to {num - 1}.")
         address, port = _endpoint(rdzv_endpoint, master_addr, master_port)
-        return Nodes(num=num, rank=node_rank, address=address, port=port, run_id=rdzv_id or "none")
+        meet_s = _join_timeout(rdzv_conf)
+        return Nodes(num=num, rank=node_rank, address=address, port=port, run_id=rdzv_id or "none", meet_s=meet_s)
 
 
-def check_words(*, rdzv_backend: str | None, max_restarts: int, use_env: bool) -> list[str]:
+def check_words(*, rdzv_backend: str | None, use_env: bool) -> list[str]:
     """What there is to say about words of torchrun's that mean nothing more here.
 
     Raises:
@@ -66,11 +71,6 @@ def check_words(*, rdzv_backend: str | None, max_restarts: int, use_env: bool) -
     """
     if rdzv_backend not in (None, "static", "c10d"):
         raise LaunchError(f"--rdzv-backend {rdzv_backend}: machines meet at --master-addr alone; leave it out.")
-    if max_restarts:
-        raise LaunchError(
-            f"--max-restarts {max_restarts}: a script that failed is not started again, since nobody knows what it had "
-            "done. A job goes on from its checkpoint: shoal train ... --resume auto."
-        )
     return ["--use-env is how it always is now: read LOCAL_RANK from the environment."] if use_env else []
 
 
@@ -85,6 +85,19 @@ def _number(nnodes: str) -> int:
     if not nnodes.isdecimal() or not int(nnodes):
         raise LaunchError(f"--nnodes is {nnodes!r}; it must be a whole number from 1 on.")
     return int(nnodes)
+
+
+def _join_timeout(conf: str | None) -> float:
+    """torchrun's `join_timeout=600`, seconds; it has more of such, which mean nothing here."""
+    if conf is None:
+        return MEET_S
+    name, _, text = conf.partition("=")
+    if name.strip() != "join_timeout" or not text.strip().isdecimal() or not int(text):
+        raise LaunchError(
+            f"--rdzv-conf {conf}: join_timeout=SECONDS is all that can be said here: how long machines wait for each "
+            f"other before the run, {MEET_S:.0f} s otherwise."
+        )
+    return float(text)
 
 
 def _endpoint(endpoint: str | None, address: str | None, port: int | None) -> tuple[str, int]:

@@ -45,7 +45,9 @@ def ranks_variables(place: Place) -> dict[str, str]:
     }
 
 
-def torchrun_variables(place: Place, port: int, run_id: str, address: str = LOOPBACK) -> dict[str, str]:
+def torchrun_variables(
+    place: Place, port: int, run_id: str, address: str = LOOPBACK, *, max_restarts: int = 0
+) -> dict[str, str]:
     """The environment that torchrun gives; the store is ours, so no rank opens one."""
     return ranks_variables(place) | {
         "GROUP_RANK": str(place.node),
@@ -57,8 +59,8 @@ def torchrun_variables(place: Place, port: int, run_id: str, address: str = LOOP
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(place.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 

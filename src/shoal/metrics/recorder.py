@@ -102,7 +102,8 @@ class Recorder:
     def start(self, step: int) -> None:
         """Begin at a step: 0, or that of the checkpoint; later lines of metrics.jsonl are cut."""
         if self._world.rank == 0 and self._folder is not None:
-            if step == 0 and (place := set_aside(self._folder / "metrics.jsonl")) is not None:
+            is_new = step == 0 and self._world.place.generation == 0
+            if is_new and (place := set_aside(self._folder / "metrics.jsonl")) is not None:
                 self.note(f"kept    the metrics of an earlier run in this folder: {place}")
             self._events = EventWriter(
                 self._folder / "metrics.jsonl", resume_step=step or None, tensorboard=self._tensorboard

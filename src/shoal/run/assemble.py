@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,8 @@ def assemble(
     tensorboard: bool = False,
     quiet: bool = False,
     weights: Path | str | None = None,
+    memory_copies: int | None = None,
+    apart: Mapping[str, Any] | None = None,
 ) -> Run:
     """Everything between a job and its first step, in the one right order; collective.
 
@@ -62,13 +64,16 @@ def assemble(
         tensorboard: write TensorBoard's files too.
         quiet: show nothing.
         weights: to start from: a .safetensors or .pt file, a folder of them, or a run.
+        memory_copies: steps between copies in shared memory, where the launcher keeps any; 0: as often as they cost
+            less than a twentieth of the time; None: none.
+        apart: fields that hosts have values of their own for, with what stands for them where jobs are compared.
 
     Raises:
         ShoalError: whatever cannot obey the law, before the first step.
     """
     check_job(job)
     world.layout.require_available()
-    world.agree({"job": identity(job), "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__})
+    world.agree(_must_be_equal(job, world, apart or {}))
     recipes = Recipes() if job.init == "by-name" else None
     model = _build_model(job, world, recipes)
     with numbers():
@@ -102,19 +107,29 @@ def assemble(
         folder=run_folder,
         save_every=save_every,
         _owned=owned,
+        _apart=apart or {},
         _engine=Step(job, model, world, optimizer=optimizer, scheduler=scheduler, usual_count=data.tokens or 1),
     )
-    if data.rehearsal is not None and not is_dry():
-        # Two samples per rank, so that a mistake in the metrics is found now and not when all is trained.
-        evaluate(job, model, data.rehearsal, world, num_steps=1)
-    _say_what_is_odd(run, data.note, taken)
     if not is_dry():
-        pack(run._state())  # what cannot be stored is said now, not at the first save
-    path = enter_folder(run, resume, keep)
-    if path is not None:
+        _try_out(run, data.rehearsal)
+    _say_what_is_odd(run, data.note, taken)
+    if (path := enter_folder(run, resume, keep)) is not None:
         run._resume(path)
     run.recorder.start(run.step)
+    run._begin(memory_copies)
     return run
+
+
+def _try_out(run: Run, rehearsal: Shared | None) -> None:
+    """What would fail after hours of training fails now: the metrics, on two samples per rank, and the first save."""
+    if rehearsal is not None:
+        evaluate(run.job, run.model, rehearsal, run.world, num_steps=1)
+    pack(run._state())
+
+
+def _must_be_equal(job: Job, world: World, apart: Mapping[str, Any]) -> dict[str, Any]:
+    told = {**identity(job), **apart}
+    return {"job": told, "steps": job.steps, "layout": str(world.layout), "torch": torch.__version__}
 
 
 def _place(job: Job, world: World, model: nn.Module, data: Shared, recipes: Recipes | None) -> float:

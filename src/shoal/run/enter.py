@@ -4,7 +4,8 @@ from pathlib import Path
 
 from torch import nn
 
-from shoal.checkpoint import Writer, load_weights, newest_good
+from shoal.checkpoint import Found, Writer, list_checkpoints, load_weights, newest_good
+from shoal.checkpoint.memory import recover
 from shoal.errors import CheckpointError
 from shoal.run.run import Run
 from shoal.world import World
@@ -19,6 +20,10 @@ def enter_folder(run: Run, resume: str | Path, keep: int) -> Path | None:
         world.decide(lambda: _take_folder(run, keep))
         if world.rank != 0:
             run._writer = Writer(folder, keep=keep, world=world)
+    if world.place.generation and folder is not None:
+        left = _left_by_earlier(run, folder)
+        if left is not None:
+            return left.path
     if resume == "never":
         world.decide(lambda: _check_fresh(folder))
         return None
@@ -33,6 +38,19 @@ def enter_folder(run: Run, resume: str | Path, keep: int) -> Path | None:
     for why in skipped:
         run.say(f"left out: {why}")
     return None if found is None else found.path
+
+
+def _left_by_earlier(run: Run, folder: Path) -> Found | None:
+    """What the generations before this one have left: in memory or on the disk, the newer one."""
+    world = run.world
+    memory = recover(Path(world.place.memory), world, run.identity) if world.place.memory else None
+    newest = int(world.decide(lambda: str(max((found.step for found in list_checkpoints(folder)), default=-1))))
+    if memory is not None and memory.step >= newest:
+        return memory
+    found, skipped = newest_good(folder, world)
+    for why in skipped:
+        run.say(f"left out: {why}")
+    return memory if found is None or (memory is not None and memory.step > found.step) else found
 
 
 def _take_folder(run: Run, keep: int) -> str:

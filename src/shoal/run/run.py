@@ -21,6 +21,8 @@ from shoal.dry import is_dry
 from shoal.errors import CheckpointError, WorldError
 from shoal.evaluate import evaluate
 from shoal.folder import RunFolder
+from shoal.history import NAME as HISTORY
+from shoal.history import HistoryWriter
 from shoal.job import Job, identity
 from shoal.metrics.ledger import Ledger
 from shoal.metrics.recorder import Recorder
@@ -28,6 +30,7 @@ from shoal.parallel.parts import Part, parts_of
 from shoal.parallel.place import placement_of
 from shoal.parallel.zero import OwnedStates
 from shoal.record import Phase
+from shoal.run.copies import Copies
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
 
@@ -61,6 +64,28 @@ class Run:
     _steps_here: int = field(default=0, repr=False)  # of this process
     _inside: bool = field(default=False, repr=False)  # of a step: still True after one that raised
     _tracing: "Tracing | None" = field(default=None, repr=False)
+    _history: HistoryWriter | None = field(default=None, repr=False)
+    _copies: Copies | None = field(default=None, repr=False)
+    _apart: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes two trainings the same: the job's values, but for those that each host has of its own."""
+        return {**identity(self.job), **self._apart}
+
+    def _begin(self, memory_copies: int | None) -> None:
+        """The step is known at which this process begins."""
+        place = self.world.place
+        if memory_copies is not None and place.memory and not is_dry():
+            self._copies = Copies(Path(place.memory), self.world, every=memory_copies, say=self.say)
+        if self.folder is not None and self._writer is not None and self._writer.fence is not None:
+            self._history = HistoryWriter(
+                self.folder.path / HISTORY,
+                step=self.step,
+                generation=self._writer.fence.number,
+                samples=self.data.num_samples,
+                is_first=place.generation == 0,
+            )
 
     def steps(self) -> Iterator[Callable[[], StepResult]]:
         """The steps that are left; call each one. Ends early, on all ranks together, after SIGTERM."""
@@ -100,6 +125,7 @@ class Run:
             self._check_first(before, result, lrs)
         self._inside = False
         self._steps_here += 1
+        self._keep(batch)
         if self._tracing is not None:
             self._tracing.after(self.step, ends=self.stopped)
         pipeline = placement_of(self.model).pipeline
@@ -110,6 +136,16 @@ class Run:
                 folder = None if self.folder is None else self.folder.path
                 self.say(picture_schedule(pipeline, self.world, folder, self.step))
         return result
+
+    def _keep(self, batch: RankBatch) -> None:
+        """What outlives this process, of a step that is done."""
+        if self._history is not None:
+            per_epoch = self.data.steps_per_epoch
+            first = batch.sample_ids[0] if per_epoch is None else (self.step - 1) % per_epoch * self.job.batch_size
+            self._history.add(step=self.step, epoch=batch.epoch, first=first, count=batch.num_global)
+        if self._copies is not None:
+            self._reconcile()
+            self._copies.after(self.step, self._state)
 
     def _learning_rates(self) -> dict[int, float]:
         return {id(p): float(group["lr"]) for group in self.optimizer.param_groups for p in group["params"]}
@@ -206,7 +242,7 @@ class Run:
             self._writer.submit(
                 self._state(),
                 step=self.step,
-                job=identity(self.job),
+                job=self.identity,
                 layout=str(self.world.layout),
             )
 
@@ -217,7 +253,7 @@ class Run:
         if self.folder is not None and self.world.rank == 0:
             self.folder.describe(
                 {
-                    "job": {**identity(self.job), "steps": self.job.steps},
+                    "job": {**self.identity, "steps": self.job.steps},
                     "layout": str(self.world.layout),
                     "world": {
                         "size": self.world.size,
@@ -257,6 +293,8 @@ class Run:
         if self._writer is not None:
             self._writer.close(hurry=self._inside)  # after a step that failed, other ranks may be gone
             self._tell_of_saves()
+        if self._history is not None:
+            self._history.close()
         self.recorder.close()
 
     def _tell_of_saves(self) -> None:
@@ -293,7 +331,7 @@ class Run:
 
     def _resume(self, path: Path) -> None:
         manifest = read_manifest(path)
-        differs = identity_difference(manifest.job, identity(self.job))
+        differs = identity_difference(manifest.job, self.identity)
         if differs:
             raise CheckpointError(
                 f"{path} is of another training; these differ:\n  "
@@ -313,7 +351,9 @@ class Run:
         )
         self.step = self._saved = checkpoint.step
         self.ledger = replace(self.ledger, step=self.step, lr=float(self.optimizer.param_groups[0]["lr"]))
-        self.say(f"resumed from {path} (step {checkpoint.step}, saved under layout {manifest.layout})")
+        memory = self.world.place.memory
+        where = "the copy in memory" if memory and path.is_relative_to(memory) else path
+        self.say(f"resumed from {where} (step {checkpoint.step}, saved under layout {manifest.layout})")
 
     def _read_everywhere(self, path: Path, plan: Mapping[str, Part | None]) -> Checkpoint:
         """Every rank reads its part of the checkpoint that was chosen, or all stop together."""
@@ -334,13 +374,14 @@ class Run:
 
 @contextlib.contextmanager
 def _on_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets (a pre-emption, a shutdown), while the loop runs."""
+    """An event that SIGTERM sets (a pre-emption, a shutdown), or SIGUSR1 (a batch system's limit), in the loop."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    before = {n: signal.signal(n, lambda *_: asked.set()) for n in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

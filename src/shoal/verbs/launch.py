@@ -18,6 +18,7 @@ def command(
     threads: int | None = None,
     quiet: bool = False,
     nodes: Nodes | None = None,
+    max_restarts: int = 0,
 ) -> Outcome:
     """Start the script in `num_ranks` processes on this machine, with those of other machines, and see to its end."""
     # The first -- ends our options, as in any command; the script does not see it.
@@ -31,6 +32,7 @@ def command(
         threads=threads,
         show="none" if quiet else "rank0",
         nodes=nodes,
+        max_restarts=max_restarts,
     )
 
 

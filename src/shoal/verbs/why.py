@@ -10,6 +10,8 @@ from typing import Any, Literal
 from shoal.checkpoint import list_checkpoints
 from shoal.errors import CheckpointError
 from shoal.folder import is_in_use
+from shoal.history import NAME as HISTORY
+from shoal.history import committed, in_words
 from shoal.launch.incident import INCIDENTS, ranks_in_words
 from shoal.launch.incident import read as read_incidents
 from shoal.launch.outcome import FAILURE
@@ -31,6 +33,7 @@ class Story:
     Attributes:
         happened: the first cause first.
         num_lost: steps that were done and are in no checkpoint.
+        samples: whether each was there once, over all starts.
         goes_on: the command for it; empty where there is nothing to do.
     """
 
@@ -43,6 +46,7 @@ class Story:
     checkpoint: int | None
     num_lost: int
     goes_on: str
+    samples: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -53,7 +57,8 @@ class Story:
         for number, text in enumerate(self.happened, start=1):
             first, *rest = text.splitlines()
             lines += [f"  {number}. {first}", *(f"     {line}" for line in rest)]
-        lines += ["", self._lost()] if self.state in ("failed", "ended") else []
+        lines += ["", *([self._lost()] if self.state in ("failed", "ended") else [])]
+        lines += [f"data    {self.samples}"] if self.samples else []
         lines += [f"go on   {self.goes_on}"] if self.goes_on else []
         return "\n".join(lines).rstrip()
 
@@ -93,6 +98,7 @@ def tell(folder: Path) -> Story:
         checkpoint=checkpoint,
         num_lost=max(0, step - (checkpoint or 0)),
         goes_on=_command(folder, described) if goes_on else "",
+        samples=in_words(committed(folder / HISTORY)),
     )
 
 
@@ -145,7 +151,7 @@ def _incidents(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         if row["kind"] == "goes on" and texts:
             texts[-1] += f"\nit went on after {show_seconds(row['stood_s'])}"
-        elif row["kind"] == "straggler":
+        elif row["kind"] in ("straggler", "restart", "grows"):
             texts.append(row["text"])
         elif row["kind"] in ("standing", "desync", "link"):
             texts.append(_standing(row))
@@ -156,7 +162,8 @@ def _standing(row: Mapping[str, Any]) -> str:
     ranks = row["ranks"]
     where = [_place(one) for one in ranks]
     if row["kind"] == "desync":
-        return "\n".join(["the ranks were in different collectives", *where])
+        parted = row.get("parted", "").splitlines()
+        return "\n".join(["the ranks were in different collectives", *where, *parted])
     if row["kind"] == "link":
         return "\n".join(["all ranks waited for messages that did not come: the link or the backend stood", *where])
     waited = [f"rank {one['rank']} waited in {one['message']}" for one in row["others"] if one["inside"]]

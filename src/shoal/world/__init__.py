@@ -6,10 +6,12 @@ roll.py         are all there, each once
 network.py      this host: names, interfaces, ports
 device.py       which device is mine
 group.py        the process groups, opened and destroyed
+messages.py     what is asked of the groups and waited for, noted
+desync.py       whether all ranks make the same calls
 world.py        World: all of it, and the collectives of set-up
 """
 
-from shoal.world.place import Place, before_torch, environment
+from shoal.world.place import HOST_VARIABLE, Place, before_torch, environment, host_names
 from shoal.world.world import World
 
-__all__ = ["Place", "World", "before_torch", "environment"]
+__all__ = ["HOST_VARIABLE", "Place", "World", "before_torch", "environment", "host_names"]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +11,19 @@ from pathlib import Path
 
 from shoal.errors import WorldError
 
+HOST_VARIABLE = "SHOAL_HOST"  # the name by which whoever started this process knows its host
 _SPECIAL_STEP = 0xFFFFFFF0  # Slurm's names for the batch script, the interactive shell, ...: not steps of srun
 
 
 def environment(prefix: str) -> dict[str, str]:
     """The variables that start with a prefix (`SHOAL_`), for the precedence of settings."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def host_names() -> tuple[str, ...]:
+    """What this host is called: by `--hosts` (or SHOAL_HOST), by itself, and that up to the first dot."""
+    own = socket.gethostname()
+    return tuple(dict.fromkeys(name for name in (os.environ.get(HOST_VARIABLE), own, own.partition(".")[0]) if name))
 
 
 def before_torch() -> None:
@@ -41,6 +49,9 @@ class Place:
     rendezvous: str = "env://"  # env:// | tcp://host:port | file:///path
     source: str = "lone"  # lone | torchrun | slurm | mpi | shoal | flags
     record: str = ""  # the file in which it notes what it does, where its launcher reads one (`shoal.record`)
+    generation: int = 0  # starts of the group before this one: above 0 it goes on from what they left
+    memory: str = ""  # a folder in shared memory, the launcher's, for copies of the state that outlive this process
+    fence: int = 0  # the number that this start has claimed in the run's folder; 0: none was claimed for it
 
     def __post_init__(self) -> None:
         stands = f"rank {self.rank} of {self.size} (local rank {self.local_rank} of {self.local_size}"

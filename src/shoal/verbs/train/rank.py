@@ -1,7 +1,9 @@
 """One process of `shoal train`: open the world, enter the run's folder, walk the loop."""
 
 import contextlib
+import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import torch
 
 from shoal.errors import JobError
 from shoal.job import Job, load_job, with_fields
-from shoal.settings import Settings, TrainSettings
+from shoal.layout import Layout
+from shoal.settings import Settings, TrainSettings, of_host
 from shoal.verbs.train.loop import run_job
-from shoal.world import Place, World
+from shoal.world import Place, World, host_names
 
 
 def train_here(
@@ -28,9 +31,12 @@ def train_here(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(values.threads or threads_before)
     try:
-        with World.open(values.layout, place=place, device=values.device, timeout_min=values.timeout_min) as world:
+        with World.open(
+            _filling(values.layout, place), place=place, device=values.device, timeout_min=values.timeout_min
+        ) as world:
+            _check_hosts(values, world)
             folder = Path(world.decide(lambda: str(choose_folder())))
-            if world.rank == 0 and not quiet:
+            if world.rank == 0 and not quiet and not place.generation:
                 with contextlib.suppress(OSError):  # a terminal that has gone, or is full, ends no training
                     print(settings.table(), flush=True)
             run = run_job(
@@ -45,13 +51,29 @@ def train_here(
                 keep=values.keep,
                 tensorboard=values.tensorboard,
                 weights=values.weights,
+                memory_copies=_every(values.memory_copies),
                 quiet=quiet,
+                apart=_apart(job, values),
             )
     except SystemExit as stop:
         raise JobError(f"the job's own code called sys.exit({stop.code}), and so ended the training.") from stop
     finally:
         torch.set_num_threads(threads_before)
     return (143 if run.stopped else 0), folder
+
+
+def _filling(text: str, place: Place) -> Layout:
+    """The layout with as many data replicas as there are ranks for: a generation may be smaller than the first."""
+    layout = Layout.parse(text)
+    if place.source != "shoal" or place.size == layout.num_ranks:
+        return layout
+    layout = replace(layout, dp=place.size * layout.dp // layout.num_ranks)
+    return replace(layout, zero=None) if layout.num_data == 1 else layout
+
+
+def _every(memory_copies: str) -> int | None:
+    """Steps between copies: None for none, 0 for as many as are cheap."""
+    return None if memory_copies == "off" else 0 if memory_copies == "auto" else int(memory_copies)
 
 
 def started(
@@ -72,13 +94,45 @@ def started(
 
 def build(job: Job | str, values: TrainSettings) -> Job:
     """The job with the fields that were set."""
-    fields = fields_of(values)
-    return load_job(job, fields) if isinstance(job, str) else with_fields(job, fields)
+    told = fields_of(values)
+    return load_job(job, told) if isinstance(job, str) else with_fields(job, told)
 
 
 def fields_of(values: TrainSettings) -> dict[str, Any]:
-    """What was said of the job: `--set`, and `--steps` over it."""
-    return {**values.set, **({} if values.steps is None else {"steps": values.steps})}
+    """What was said of the job: `--set`, with what holds on this host, and `--steps` over it.
+
+    Raises:
+        JobError: a value of this host alone that is no path here.
+    """
+    here = of_host(values.set, host_names())
+    for key in values.set:
+        name, _, host = key.partition("@")
+        if host in host_names() and not Path(here[name]).exists():
+            raise JobError(
+                f"--set {key}={here[name]}: there is no such path on this host ({host}). What a host has of its own is "
+                "the place of its data; every other value is one for all, or the ranks would train different things."
+            )
+    return {**here, **({} if values.steps is None else {"steps": values.steps})}
+
+
+def _apart(job: Job, values: TrainSettings) -> dict[str, Any]:
+    """The fields that hosts have of their own, with what holds where no host is named."""
+    defaults = {f.name: f.default for f in fields(job)}
+    found = {}
+    for name in {key.partition("@")[0] for key in values.set if "@" in key}:
+        told = values.set.get(name, defaults.get(name))
+        found[name] = "each host's own" if told is MISSING else str(told)
+    return found
+
+
+def _check_hosts(values: TrainSettings, world: World) -> None:
+    """Whoever is named in `--set field@host` takes part."""
+    named = sorted({key.partition("@")[2] for key in values.set if "@" in key})
+    rows = [json.loads(row) for row in world.gather_text(json.dumps([named, host_names()]))]
+    hosts = list(dict.fromkeys(name for _, names in rows for name in names))
+    if missing := [name for told, _ in rows for name in told if name not in hosts]:
+        there = ", ".join(hosts)
+        raise JobError(f"--set ...@{missing[0]}=...: no rank runs on a host of that name; they run on {there}.")
 
 
 def rebuild(told: dict[str, Any]) -> Job:

@@ -22,6 +22,7 @@ from shoal.world import Place, before_torch
 
 if TYPE_CHECKING:
     from shoal.job import Job
+    from shoal.launch.again import Terms
     from shoal.launch.nodes import Nodes
 
 MISTAKE = 2  # of the user's: the message says what to do
@@ -84,9 +85,14 @@ def command(
 
         settings = with_preset(settings, preset_of(job, settings.values.preset))
     place = Place.find()
-    joins = place.size > 1 or place.source == "torchrun"
+    joins = (place.size > 1 or place.source == "torchrun") and not _is_parent(place, nodes, settings.values)
     if joins and nodes is not None:
         raise WorldError(f"{place.source} has started the processes already, on all nodes: leave --nnodes out.")
+    if joins and (settings.values.max_restarts or settings.values.elastic):
+        raise WorldError(
+            f"{place.source} has started the processes, and only it can start them again: leave --max-restarts and "
+            "--elastic out here, give its own, and --resume auto."
+        )
     layout, origin = _layout(settings, place if joins else None, _spelled(job), nodes)
     layout.require_available()
     settings = replace(
@@ -95,10 +101,11 @@ def command(
         origin={**settings.origin, "layout": origin},
     )
     _check_resume(settings.values)
+    terms = _terms(layout, settings.values)
     run_folder, is_refused = _RunFolder(job, settings.values), False
     try:
-        if not joins and layout.num_ranks > 1:
-            done = _start(job, settings, run_folder.choose, quiet=quiet, fresh=fresh, nodes=nodes)
+        if not joins and (layout.num_ranks > 1 or terms.may_restart):
+            done = _start(job, settings, run_folder.choose, quiet=quiet, fresh=fresh, nodes=nodes, terms=terms)
             is_refused = done.exit_code == MISTAKE
             return done
         with _ended_by_sigterm():
@@ -125,6 +132,7 @@ def _start(
     quiet: bool,
     fresh: bool | None,
     nodes: "Nodes | None",
+    terms: "Terms",
 ) -> Trained:
     """Make the world here. What can be wrong with the job is found in this process, before there are others."""
     from shoal.launch import start
@@ -164,7 +172,9 @@ def _start(
             fresh=fresh,
             nodes=nodes,
             alike=_code_of(job),
-            incidents=folder / INCIDENTS if nodes is None else None,
+            incidents=folder / INCIDENTS,
+            terms=terms,
+            keeps_memory=nodes is None and terms.may_restart and values.memory_copies != "off",
         )
     if is_ours:
         keep_failure(folder, outcome, began)
@@ -172,29 +182,45 @@ def _start(
     return replace(_done(outcome.exit_code, folder), error=error)
 
 
+def _is_parent(place: Place, nodes: "Nodes | None", values: TrainSettings) -> bool:
+    """Whether a launcher (srun, a Kubernetes operator) has started one process per machine, to start its ranks."""
+    if nodes is None:
+        return place.size == 1 and (values.nproc_per_node or 1) > 1
+    return (place.size, place.rank) == (nodes.num, nodes.rank)
+
+
+def _terms(layout: Layout, values: TrainSettings) -> "Terms":
+    """When ranks are started again, and with how few."""
+    from shoal.launch.again import Terms, elastic
+
+    least, most = elastic(values.elastic, layout.dp) if values.elastic is not None else (0, 0)
+    replica = layout.num_ranks // layout.dp
+    return Terms(max_restarts=values.max_restarts, replica=replica, least=least, most=most)
+
+
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, on the paths that Ctrl-C takes."""
+    """SIGTERM or SIGUSR1, on the paths that Ctrl-C takes."""
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Where no rank hears it, SIGTERM ends this process with a line; a handler of the caller's own stays."""
+    """Where no rank hears them, both end this process with a line; a handler of the caller's own stays."""
 
-    def end(*_: object) -> None:
-        raise _Terminated
+    def end(number: int, _: object) -> None:
+        raise _Terminated(signal.Signals(number).name)
 
     is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
+    ours = [n for n in (signal.SIGTERM, signal.SIGUSR1) if is_ours and signal.getsignal(n) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield
-    except _Terminated:
-        sys.stderr.write("SIGTERM: ended; no rank was running.\n")
+    except _Terminated as told:
+        sys.stderr.write(f"{told}: ended; no rank was running.\n")
         raise SystemExit(STOPPED) from None
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
