@@ -1,12 +1,15 @@
 """shoal doctor, whole: on this machine, and over a stand-in for ssh (that of test_hosts)."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from test_hosts import path as path
 from test_nodes import free_port, gone
 
@@ -82,3 +85,20 @@ def test_no_host_at_all_is_told_in_one_line(tmp_path, path):
     assert code == 2
     (check,) = told["checks"]
     assert check["found"].startswith("nowhere: ssh could not connect")
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_whoever_ends_it_ends_it_on_all_hosts(tmp_path, path, end):
+    call = [sys.executable, "-m", "shoal", "doctor", "--hosts", "127.0.0.1,localhost"]
+    env = {"PATH": path, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(call, cwd=tmp_path, env=env, stdout=quiet, stderr=quiet) as started:
+        console, until = psutil.Process(started.pid), time.monotonic() + LIMIT_S
+        there: list[psutil.Process] = []
+        while not any("shoal.verbs.doctor.rank" in " ".join(_words(each)) for each in there):
+            assert time.monotonic() < until
+            there = console.children(recursive=True)
+            time.sleep(0.05)
+        started.send_signal(end)
+        assert started.wait(timeout=30) == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    assert gone(there)

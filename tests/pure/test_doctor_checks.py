@@ -20,6 +20,7 @@ OTHER_GPU = replace(H100, name="NVIDIA A100-SXM4-80GB")
 SICK = [
     ("reach", "fail", facts(absent={"h3": "ssh could not connect"}), "h3: ssh could not connect", "leave the host out"),
     ("own name", "fail", facts(host("h2", own_addresses=("127.0.1.1",))), "h2 is 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+    ("own name", "fail", facts(host("h2", own_addresses=())), "h2: h2 is unknown", "/etc/hosts"),
     ("names", "fail", facts(host("h2", resolved={"h1": ()})), "h2 does not know h1", "/etc/hosts"),
     ("names", "fail", facts(host("h1", resolved={"h2": ("10.0.0.9",)})), "h2 for 10.0.0.9", "/etc/hosts"),
     ("names", "fail", facts(host("h1", resolved={"h2": ("127.0.0.1",)})), "h2 for 127.0.0.1: itself", "/etc/hosts"),
@@ -152,6 +153,13 @@ SICK = [
     ),
     ("shared memory", "warn", facts(host("h2", shm_bytes=64 * 2**20)), "h2: /dev/shm has 64.0 MiB", "--shm-size=8g"),
     ("shared memory", "fail", facts(host("h2", shm_bytes=2**20)), "h2: /dev/shm has 1.0 MiB", "--shm-size=8g"),
+    (
+        "shared memory",
+        "fail",
+        facts(host("h2", shm_bytes=GIB), asked=replace(ASKED, loader_bytes=2 * GIB)),
+        "/dev/shm has 1.0 GiB, and the loader workers fill 2.0 GiB",
+        "no loader workers",
+    ),
     ("leftovers", "warn", facts(host("h2", leftovers=("pid 9 (shoal)",))), "h2: pid 9 (shoal)", "kill"),
     ("leftovers", "warn", facts(host("h2", zombies=("pid 9 (of 1)",))), "not reaped: h2: pid 9", "--init"),
     ("cores", "warn", facts(host("h2", cores=2)), "h2: 2 cores for 2 ranks x 4 threads", "--threads 1"),

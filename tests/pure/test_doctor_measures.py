@@ -19,6 +19,7 @@ from torch import nn
 from shoal.cluster import ClusterError, read_cluster, write_cluster
 from shoal.errors import ShoalError
 from shoal.job import Job, Sum, mean_loss
+from shoal.layout import Layout
 from shoal.verbs.doctor import host as measures
 from shoal.verbs.doctor import storage
 from shoal.verbs.doctor.command import command
@@ -27,7 +28,7 @@ from shoal.verbs.doctor.facts import Asked, HostFacts
 from shoal.verbs.doctor.network import SIZES, Listener, largest_packet, reach
 from shoal.verbs.doctor.picture import heat_map, svg
 from shoal.verbs.doctor.planning import cluster_of
-from shoal.verbs.doctor.sizes import bytes_of
+from shoal.verbs.doctor.sizes import checkpoint_bytes, loader_bytes
 
 KEY = b"of this run"
 SHORT_S = 20.0
@@ -313,7 +314,7 @@ class Half(Job):
         return model
 
     def data(self):
-        raise AssertionError("no data are needed")
+        return torch.utils.data.TensorDataset(torch.ones(8, 10), torch.ones(8, dtype=torch.int64))
 
     def loss(self, output, batch) -> Sum:
         return mean_loss(output)
@@ -326,7 +327,14 @@ def test_a_checkpoint_is_as_large_as_the_state_that_a_step_makes():
     weights, norm = 4 * 110, 4 * 20
     running = 4 * 20 + 8
     adam = 2 * (4 * 10 + norm) + 3 * 4  # two moments, and the step of each of three parameters
-    assert bytes_of(Half()) == weights + norm + running + adam
+    assert checkpoint_bytes(Half()) == weights + norm + running + adam
+
+
+def test_loader_workers_hold_batches_in_shared_memory_where_there_are_any():
+    sample = 10 * 4 + 8
+    job = Half(batch_size=6)
+    assert loader_bytes(job, Layout.parse("dp2"), 2) == 0
+    assert loader_bytes(job, Layout.parse("dp2:workers=4"), 2) == sample * 3 * 3 * 4 * 2
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):

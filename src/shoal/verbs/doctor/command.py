@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,18 @@ def command(
         if target is not None:
             check_target(target, force=force)
     party_of = None if hosts is None else parse(hosts)
+    spread = Layout.parse(layout or "lone")
+    ranks_per_host = -(-spread.num_ranks // (1 if party_of is None else len(party_of)))
     asked = Asked(
-        ranks_per_host=_ranks_per_host(layout, 1 if party_of is None else len(party_of)),
+        ranks_per_host=ranks_per_host,
         threads=threads,
         port=port or DEFAULT_PORT,
         checkpoints=checkpoints,
-        checkpoint_bytes=_checkpoint_bytes(job, fields or {}, preset),
         job=job,
         is_local=party_of is None,
     )
+    if job is not None:
+        asked = _sized(asked, job, fields or {}, preset, spread)
     with gather(party_of, Path.cwd()) as party:
         report = _report(party, asked, str(run or "runs"))
     _write(report, cluster, picture, force=force)
@@ -71,18 +75,15 @@ def command(
     return report
 
 
-def _ranks_per_host(layout: str | None, num_hosts: int) -> int:
-    return 1 if layout is None else -(-Layout.parse(layout).num_ranks // num_hosts)
+def _sized(asked: Asked, name: str, fields: Mapping[str, Any], preset: str | None, layout: Layout) -> Asked:
+    """With what the job takes."""
+    from shoal.job import load_job, preset_of
+    from shoal.verbs.doctor.sizes import checkpoint_bytes, loader_bytes
 
-
-def _checkpoint_bytes(job: str | None, fields: Mapping[str, Any], preset: str | None) -> int | None:
-    if job is None:
-        return None
-    from shoal.job import preset_of
-    from shoal.verbs.doctor.sizes import checkpoint_bytes
-
-    known = preset_of(job, preset) if preset is not None else {}
-    return checkpoint_bytes(job, {**known, **fields})
+    known = preset_of(name, preset) if preset is not None else {}
+    job = load_job(name, {**known, **fields})
+    held = loader_bytes(job, layout, asked.ranks_per_host)
+    return replace(asked, checkpoint_bytes=checkpoint_bytes(job), loader_bytes=held)
 
 
 def _report(party: Party, asked: Asked, folder: str) -> Report:

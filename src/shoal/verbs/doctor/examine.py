@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shoal.verbs.doctor.facts import Asked, Clock, Collective, Facts, HostFacts, Link, Store
@@ -68,7 +69,6 @@ def _links(party: Party, hosts: Sequence[HostFacts], asked: Asked) -> list[Link]
     agents = party.agents
     ports = {agent: int(told["port"]) for agent, told in party.ask_all("listen", port=0).items()}
     addresses = {agent: ["127.0.0.1"] if asked.is_local else _addresses(hosts[k]) for k, agent in enumerate(agents)}
-    errors = {} if asked.is_local else _port_errors(party, addresses, asked.port)
     links = []
     for pairs in rounds(len(agents)):
         for ways in (pairs, [(b, a) for a, b in pairs]):
@@ -77,8 +77,9 @@ def _links(party: Party, hosts: Sequence[HostFacts], asked: Asked) -> list[Link]
                 there = agents[target]
                 questions[agents[source]] = ("reach", {"addresses": addresses[there], "port": ports[there]})
             for (source, target), told in zip(ways, party.ask(questions).values(), strict=True):
-                port_error = errors.get(agents[source], "") if target == 0 else ""
-                links.append(_link(agents[source].name, agents[target].name, told, port_error))
+                links.append(_link(agents[source].name, agents[target].name, told))
+    if not asked.is_local:
+        links = _with_port_errors(party, links, asked.port)
     party.ask_all("hush")
     return links
 
@@ -89,20 +90,27 @@ def _addresses(host: HostFacts) -> list[str]:
     return [host.name, *(a for a in outward if not a.startswith(("127.", "::1", "fe80:", "169.254.")))]
 
 
-def _port_errors(party: Party, addresses: dict[Remote, list[str]], port: int) -> dict[Remote, str]:
-    """Who does not get through to node 0 at the port where machines meet."""
+def _with_port_errors(party: Party, links: Sequence[Link], port: int) -> list[Link]:
+    """And who reaches node 0, but not at the port where machines meet."""
     first, *others = party.agents
     if "error" in party.ask({first: ("listen", {"port": port})})[first]:
-        return {}  # somebody else listens there, which is said elsewhere
-    questions = {agent: ("knock", {"addresses": addresses[first], "port": port}) for agent in others}
-    return {agent: str(told["error"]) for agent, told in party.ask(questions).items()}
+        return list(links)  # somebody else listens there, which is said elsewhere
+    reached = {link.source: link.address for link in links if link.target == first.name and not link.error}
+    questions = {
+        agent: ("knock", {"addresses": [reached[agent.name]], "port": port})
+        for agent in others
+        if agent.name in reached
+    }
+    errors = {agent.name: str(told["error"]) for agent, told in party.ask(questions).items()}
+    return [
+        replace(link, port_error=errors.get(link.source, "")) if link.target == first.name else link for link in links
+    ]
 
 
-def _link(source: str, target: str, told: dict[str, Any], port_error: str) -> Link:
+def _link(source: str, target: str, told: dict[str, Any]) -> Link:
     lost, told = told.get("lost"), {name: value for name, value in told.items() if name != "lost"}
     told |= {name: [(int(size), float(s)) for size, s in told.get(name, [])] for name in ("there", "back")}
-    told |= {"lost": (int(lost[0]), str(lost[1])) if lost else None, "port_error": port_error}
-    return Link(source=source, target=target, **told)
+    return Link(source=source, target=target, lost=(int(lost[0]), str(lost[1])) if lost else None, **told)
 
 
 def _clocks(agents: Sequence[Remote]) -> dict[str, Clock]:

@@ -14,6 +14,7 @@ class Asked:
         threads: of each rank; None where shoal divides the cores.
         port: where machines meet.
         checkpoint_bytes: of one checkpoint; None where no job was given.
+        loader_bytes: that the loader workers of one host hold in shared memory, as far as it is known.
         is_local: this machine alone; its links are those of two processes over loopback.
     """
 
@@ -22,6 +23,7 @@ class Asked:
     port: int = 29500
     checkpoints: int = 3
     checkpoint_bytes: int | None = None
+    loader_bytes: int = 0
     job: str | None = None
     is_local: bool = False
 

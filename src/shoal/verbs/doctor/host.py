@@ -24,6 +24,7 @@ from shoal.world.network import holder_of, resolve
 
 _READINGS = 20_000
 _SLEEP_S = 0.05
+_REAPED_S = 0.5  # in which a parent that cares has asked
 _GPU = "name,driver_version,memory.total,ecc.errors.uncorrected.volatile.total"
 _SMI_S = 20.0
 
@@ -220,7 +221,14 @@ def _is_orphan(parent: int) -> bool:
 
 
 def zombies() -> list[str]:
-    """Processes of Python's that have ended, and whose parent has not asked how."""
+    """Processes of Python's that have ended, and whose parent has not asked how, for a while."""
+    before = _zombies()
+    time.sleep(_REAPED_S if before else 0.0)
+    now = _zombies()
+    return [each for each in before if each in now]
+
+
+def _zombies() -> list[str]:
     found = []
     for process in psutil.process_iter(["pid", "ppid", "name", "status"]):
         told = process.info

@@ -23,16 +23,16 @@ def own_name(facts: Facts) -> Verdict:
         return ok(f"{host.hostname} is {known}; ranks of one machine talk over loopback")
     bad = [host for host in facts.hosts if _hides(host)]
     if bad:
-        found = listed(f"{host.name}: {host.hostname} is {', '.join(host.own_addresses)}" for host in bad)
+        found = listed(f"{host.name}: {host.hostname} is {', '.join(host.own_addresses) or 'unknown'}" for host in bad)
         told = f"export GLOO_SOCKET_IFNAME={bad[0].route or 'eth0'} there"
         return fail(found, f"give it its outward address in /etc/hosts of {bad[0].name}, or {told}")
     return ok(listed(f"{host.name}: {', '.join(host.own_addresses) or 'unknown'}" for host in facts.hosts))
 
 
 def _hides(host: HostFacts) -> bool:
-    """Whether gloo, left alone, would advertise the loopback."""
-    is_loopback = any(address.startswith("127.") or address == "::1" for address in host.own_addresses)
-    return is_loopback and "GLOO_SOCKET_IFNAME" not in host.settings
+    """Whether gloo, left alone, would advertise the loopback: as it does too where the name is unknown."""
+    outward = [address for address in host.own_addresses if not address.startswith("127.") and address != "::1"]
+    return len(outward) < max(1, len(host.own_addresses)) and "GLOO_SOCKET_IFNAME" not in host.settings
 
 
 def port_free(facts: Facts) -> Verdict:
@@ -118,14 +118,15 @@ def core_files(facts: Facts) -> Verdict:
 
 def shared_memory(facts: Facts) -> Verdict:
     """Loader workers pass batches through it."""
-    least = min(facts.hosts, key=lambda host: host.shm_bytes)
-    if least.shm_bytes < _DOCKER_SHM:
+    least, asked = min(facts.hosts, key=lambda host: host.shm_bytes), facts.asked
+    need = f", and the loader workers fill {show_bytes(asked.loader_bytes)}" if asked.loader_bytes else ""
+    found = f"{least.name}: /dev/shm has {show_bytes(least.shm_bytes)}{need}"
+    if least.shm_bytes < max(_DOCKER_SHM, asked.loader_bytes):
         level = fail
-    elif least.shm_bytes <= _DOCKER_SHM * max(1, facts.asked.ranks_per_host):
+    elif least.shm_bytes <= max(_DOCKER_SHM * max(1, asked.ranks_per_host), 2 * asked.loader_bytes):
         level = warn
     else:
-        return ok(f"{show_bytes(least.shm_bytes)} or more" if len(facts.hosts) > 1 else show_bytes(least.shm_bytes))
-    found = f"{least.name}: /dev/shm has {show_bytes(least.shm_bytes)}"
+        return ok(found)
     return level(found, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm; or no loader workers")
 
 

@@ -236,7 +236,7 @@ def environment(facts: Facts) -> Verdict:
             other = next(host for host, value in told.items() if value != told[first.name])
             unlike.append(f"{name}={told[first.name]} on {first.name}, {told[other]} on {other}")
     if unlike:
-        return warn(listed(unlike), "set it alike where a login shell of every host sets its variables")
+        return warn("; ".join(unlike), "set it alike where a login shell of every host sets its variables")
     return ok(f"{len(first.settings)} set" + (", alike on all hosts" if len(facts.hosts) > 1 else ""))
 
 

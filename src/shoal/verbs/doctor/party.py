@@ -30,7 +30,7 @@ class Remote:
     """One agent, as seen from here."""
 
     def __init__(self, name: str, call: Sequence[str], secret: str, host: Host | None) -> None:
-        self.name, self._host, self._heard = name, host, b""
+        self.name, self._host, self._heard, self._gone = name, host, b"", ""
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(list(call), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
@@ -55,6 +55,8 @@ class Remote:
 
     def _write(self, text: str) -> None:
         assert self._process.stdin is not None
+        if self._gone:
+            raise AbsentError(self._gone)
         try:
             self._process.stdin.write(text.encode())
             self._process.stdin.flush()
@@ -79,6 +81,10 @@ class Remote:
             self._heard += data
 
     def _why_gone(self) -> str:
+        self._gone = self._gone or self._last_words()
+        return self._gone
+
+    def _last_words(self) -> str:
         try:
             _, said = self._process.communicate(timeout=PART_S)
         except subprocess.TimeoutExpired:
@@ -88,6 +94,10 @@ class Remote:
         if lines and lines[-1].endswith("No module named 'shoal'"):
             return "its Python has no shoal"
         return why or (lines[-1] if lines else f"exit code {self._process.returncode}")
+
+    def kill(self) -> None:
+        """Its connection ends now, and so does it when it has done what it does."""
+        self._process.kill()
 
     def close(self) -> None:
         """Its stdin ends, and so does it."""
@@ -127,7 +137,12 @@ class Party:
                 raise AbsentError(f"{agent.name} was lost while it was asked to {do}: {error}") from None
 
         with ThreadPoolExecutor(max(1, len(asked))) as pool:
-            return dict(zip(asked, pool.map(answer, asked.items()), strict=True))
+            try:
+                return dict(zip(asked, pool.map(answer, asked.items()), strict=True))
+            except KeyboardInterrupt:
+                for agent in self.agents:
+                    agent.kill()  # else the threads of this pool would wait for their answers
+                raise
 
     def ask_all(self, do: str, **words: Any) -> dict[Remote, dict[str, Any]]:
         """The same of all."""

@@ -1,25 +1,17 @@
-"""How many bytes a checkpoint of a job takes: parameters, buffers and the optimizer's state, on shapes alone."""
+"""How many bytes a job takes: a checkpoint (parameters, buffers, optimizer state), and what loader workers hold."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from shoal.layout import Layout
 
 if TYPE_CHECKING:
     from shoal.job import Job
 
-
-def checkpoint_bytes(name: str, fields: Mapping[str, Any]) -> int:
-    """Of a job by its name; nothing is computed, and no memory of that size is taken.
-
-    Raises:
-        JobError: no such job, or a value that does not fit.
-    """
-    from shoal.job import load_job
-
-    return bytes_of(load_job(name, fields))
+_AHEAD = 3  # batches of a loader worker: two that it has ready, and one in use
 
 
-def bytes_of(job: "Job") -> int:
-    """Of a job: one step of its optimizer makes the state."""
+def checkpoint_bytes(job: "Job") -> int:
+    """One step of the optimizer makes the state; nothing is computed, and no memory of that size is taken."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -35,3 +27,19 @@ def bytes_of(job: "Job") -> int:
         state = [leaf for leaf in tree_leaves(optimizer.state_dict()["state"]) if isinstance(leaf, torch.Tensor)]
         held = [*model.parameters(), *model.buffers(), *state]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def loader_bytes(job: "Job", layout: Layout, ranks_per_host: int) -> int:
+    """In the shared memory of one host; 0 without loader workers, or where no sample can be looked at alone."""
+    if layout.workers == 0:
+        return 0
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    data: Any = job.data()
+    if not hasattr(data, "__getitem__"):  # a stream, whose samples come in order only
+        return 0
+    leaves = [leaf for leaf in tree_leaves(job.collate([data[0]])) if isinstance(leaf, torch.Tensor)]
+    sample_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    batch_bytes = sample_bytes * -(-job.batch_size // layout.num_data)
+    return batch_bytes * _AHEAD * layout.workers * ranks_per_host
