@@ -13,7 +13,7 @@ import pytest
 from test_nodes import free_port, gone
 
 from shoal.errors import LaunchError
-from shoal.launch.hosts import Host, commands, parse, without_hosts
+from shoal.launch.hosts import Host, check_words, commands, parse, without_hosts
 
 # Options of ssh, then the host, then one line for its shell, which knows nothing of the caller's environment.
 SSH = """#!/bin/sh
@@ -88,7 +88,7 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(tmp_path, path):
     assert run.returncode == 0
     lines = [shlex.split(line) for line in out.splitlines()]
     assert [line[-2] for line in lines] == ["a", "u@b"]
-    assert all("--layout dp4 --nproc-per-node 2 --set lr=0.1" in line[-1] for line in lines)
+    assert all("digits --layout dp4 --nproc-per-node 2 --set lr=0.1" in line[-1] for line in lines)
     assert "--nnodes 2 --node-rank 1 --master-addr a" in lines[1][-1]
     assert not (tmp_path / "called").exists()
 
@@ -97,18 +97,49 @@ def test_words_with_spaces_and_quotes_arrive_as_they_are():
     words = ["train", "my job.py", "--set", 'text=it\'s "so" $HOME']
     (call,) = commands([Host("a", "/a python/bin")], words, folder=Path("/a folder"))
     told = shlex.split(call[-1].partition("exec env ")[2])
-    assert told[told.index("/a python/bin") : told.index("--nnodes")] == ["/a python/bin", "-m", "shoal", *words]
+    assert told[told.index("/a python/bin") :][:4] == ["/a python/bin", "-m", "shoal", "train"]
+    assert told[-3:] == words[1:]
+    assert "SHOAL_HOST=a" in told
     assert "cd '/a folder'" in call[-1]
 
 
-def test_hosts_are_named_once_each():
-    assert parse("a, b=/opt/py") == [Host("a", sys.executable), Host("b", "/opt/py")]
+def test_hosts_are_named_once_each_with_as_many_processes_as_they_have_devices():
+    own = sys.executable
+    assert parse("a, b=/opt/py") == [Host("a", own), Host("b", "/opt/py")]
+    assert parse("u@a:2,b:1=/opt/py") == [Host("u@a", own, 2), Host("b", "/opt/py", 1)]
+    assert parse("[fe80::1]:2,[::1]:4") == [Host("fe80::1", own, 2), Host("::1", own, 4)]
     for text, reason in (
         ("a,a", "names a twice"),
+        ("a:1,a:2", "names a twice"),
         ("a,,b", "joined by commas"),
         ("-oProxyCommand=x", "names that ssh"),
+        ("a:two,b:1", "must be a number from 1 on"),
+        ("a:0,b:1", "must be a number from 1 on"),
+        ("a:,b:1", "must be a number from 1 on"),
+        ("a:2,b", "not for b. Say it for each"),
+        ("fe80::1:2", "in brackets"),
+        ("a:2:3", "names that ssh"),
+        ("a*2,b", "names that ssh"),
     ):
         with pytest.raises(LaunchError, match=reason):
             parse(text)
+
+
+def test_each_host_gets_its_number_and_what_is_said_twice_is_refused():
+    calls = commands(parse("a:2,u@b:1"), ["train", "digits", "--layout", "dp3"], folder=Path("/x"), port=1234)
+    told = [shlex.split(call[-1].partition("exec env ")[2]) for call in calls]
+    assert [words[words.index("--nproc-per-node") + 1] for words in told] == ["2", "1"]
+    assert all(words[words.index("--master-addr") + 1] == "a" for words in told)
+    (call,) = commands(parse("a"), ["train", "digits"], folder=Path("/x"), address="10.0.0.1")
+    assert "--master-addr 10.0.0.1" in call[-1]
+    check_words(parse("a,b"), {"nproc_per_node": "2"})
+    for told, name in (({"nproc_per_node": "2"}, "--nproc-per-node"), ({"nnodes": "2"}, "--nnodes")):
+        with pytest.raises(LaunchError, match=f"already what {name}"):
+            check_words(parse("a:2,b:1"), told)
+
+
+def test_what_follows_a_script_is_its_own():
     words = ["train", "digits", "--hosts", "a,b", "--steps", "4", "--dry-run", "--hosts=c"]
     assert without_hosts(words) == ["train", "digits", "--steps", "4"]
+    words = ["launch", "--hosts", "a,b", "script.py", "--", "--hosts", "c", "--dry-run"]
+    assert without_hosts(words, num_arguments=5) == ["launch", "script.py", "--", "--hosts", "c", "--dry-run"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.settings import Settings, SettingsError, TrainSettings, resolve
+from shoal.settings import Settings, SettingsError, TrainSettings, of_host, resolve
 
 
 def settle(
@@ -159,6 +159,17 @@ def test_a_wrong_value_that_a_stronger_one_replaces_does_no_harm(tmp_path: Path)
 def test_a_config_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml cannot be read: No such file"):
         resolve(TrainSettings, config=tmp_path / "none.toml")
+
+
+def test_a_host_uses_its_own_values_over_those_for_all(tmp_path: Path) -> None:
+    told = ["lr=0.1", "data_dir=/all", "data_dir@a=/a", "data_dir@b.lan=/b", "cache@b.lan=/c"]
+    settings = settle(tmp_path, "[set]\n'data_dir@a' = '/file'", set=told)
+    fields = settings.values.set
+    assert of_host(fields, ["a"]) == {"lr": "0.1", "data_dir": "/a"}
+    assert of_host(fields, ["b.lan", "b"]) == {"lr": "0.1", "data_dir": "/b", "cache": "/c"}
+    assert of_host(fields, ["c"]) == {"lr": "0.1", "data_dir": "/all"}
+    assert of_host({"x@a": "1", "x@b": "2"}, ["b", "a"]) == {"x": "2"}  # by the name that it is called by first
+    assert ("set.data_dir@a", "/a", "--set") in settings.rows()
 
 
 def test_the_table_shows_each_value_with_its_origin(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import WorldError
-from shoal.world import Place, before_torch, environment
+from shoal.world import Place, before_torch, environment, host_names
 from shoal.world.device import find_device
 from shoal.world.group import Limits, check_backend
 from shoal.world.network import (
@@ -105,6 +105,14 @@ def test_more_processes_than_the_world_size_says():
 def test_a_node_holds_no_more_than_the_world():
     with pytest.raises(WorldError, match="cannot hold more ranks"):
         Place(rank=0, size=2, local_size=4)
+
+
+def test_a_host_is_called_as_it_was_named_and_by_its_own_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu03.cluster.lan")
+    monkeypatch.delenv("SHOAL_HOST", raising=False)
+    assert host_names() == ("gpu03.cluster.lan", "gpu03")
+    monkeypatch.setenv("SHOAL_HOST", "a")
+    assert host_names() == ("a", "gpu03.cluster.lan", "gpu03")
 
 
 def test_slurm_alone_tells_everything():

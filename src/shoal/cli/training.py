@@ -1,30 +1,36 @@
 """shoal train and shoal launch: what starts processes."""
 
 import difflib
+import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shoal.cli.words import (
     USAGE,
+    DryRun,
+    Hosts,
     JobName,
     Json,
     MasterAddr,
     MasterPort,
     Nnodes,
     NodeRank,
+    NprocPerNode,
     Preset,
+    RdzvConf,
     RdzvEndpoint,
     RdzvId,
     answering,
     app,
     print_json,
 )
-from shoal.errors import JobError
+from shoal.errors import JobError, LaunchError
 from shoal.world import environment
 
 # Of `train`: what a config file and the environment may say too; and where several machines meet.
@@ -48,7 +54,7 @@ _SETTINGS = (
     "memory_copies",
     "elastic",
 )
-_MEETING = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
+_MEETING = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
 
 
 @app.command()
@@ -72,7 +78,7 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default what there is.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per process; by default cores / processes.")] = None,
     timeout_min: Annotated[float | None, typer.Option(help="Minutes that a collective may take.")] = None,
-    nproc_per_node: Annotated[int | None, typer.Option(help="Processes to start on this machine.")] = None,
+    nproc_per_node: NprocPerNode = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
     trace: Annotated[
         int | None, typer.Option(help="Steps to record on all ranks: RUN/trace/trace.json.gz, for ui.perfetto.dev.")
@@ -98,10 +104,9 @@ def train(
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
-    hosts: Annotated[
-        str | None, typer.Option(help="Start it on these over SSH: a,b or a,b=/path/to/python; a is node 0.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --hosts: print the commands alone.")] = False,
+    rdzv_conf: RdzvConf = None,
+    hosts: Hosts = None,
+    dry_run: DryRun = False,
     seed: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: Json = False,
 ) -> None:
@@ -113,12 +118,15 @@ def train(
     told = dict(locals())
     flags = {name: told[name] for name in _SETTINGS} | {"set": [*(set_ or []), *([f"init={init}"] if init else [])]}
     if hosts is not None:
-        raise typer.Exit(_over_ssh(hosts, master_port, dry_run=dry_run))
+        raise typer.Exit(_over_ssh(hosts, told))
+    from shoal.launch.machine import num_processes
     from shoal.launch.nodes import Nodes
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.train import command
 
     with answering(as_json):
+        if nproc_per_node is not None:
+            flags["nproc_per_node"] = num_processes(nproc_per_node)
         settings = resolve(TrainSettings, config=config, environment=environment("SHOAL_"), flags=flags)
         nodes = Nodes.of(**{name: told[name] for name in _MEETING})
         done = command(job, settings, quiet=as_json, nodes=nodes)
@@ -127,14 +135,21 @@ def train(
     raise typer.Exit(done.exit_code)
 
 
-def _over_ssh(told: str, port: int | None, *, dry_run: bool) -> int:
-    """The same words on each host."""
+def _over_ssh(named: str, told: Mapping[str, Any], *, num_arguments: int = 0) -> int:
+    """The same words on each host; the last `num_arguments` are a script's own."""
     from shoal.launch import hosts
     from shoal.launch.nodes import DEFAULT_PORT
 
-    chosen = hosts.parse(told)
-    calls = hosts.commands(chosen, hosts.without_hosts(sys.argv[1:]), folder=Path.cwd(), port=port or DEFAULT_PORT)
-    if dry_run:
+    chosen = hosts.parse(named)
+    hosts.check_words(chosen, told)
+    calls = hosts.commands(
+        chosen,
+        hosts.without_hosts(sys.argv[1:], num_arguments),
+        folder=Path.cwd(),
+        address=told["master_addr"],
+        port=told["master_port"] or DEFAULT_PORT,
+    )
+    if told["dry_run"]:
         for call in calls:
             typer.echo(shlex.join(call))
         return 0
@@ -143,28 +158,53 @@ def _over_ssh(told: str, port: int | None, *, dry_run: bool) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or a module with -m.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A script, or a module with -m; for a batch system a job too.")
+    ],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments.")] = None,
-    nproc_per_node: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 1,
+    nproc_per_node: NprocPerNode = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="One file per process goes here.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per process; by default cores / processes.")] = None,
-    nnodes: Nnodes = None,
+    nnodes: Annotated[
+        str | None, typer.Option("--nnodes", "--nodes", help="Machines that start together, each with this command.")
+    ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
+    rdzv_conf: RdzvConf = None,
     rdzv_backend: Annotated[str | None, typer.Option(help="As for torchrun; all of them mean the same here.")] = None,
     standalone: Annotated[bool, typer.Option("--standalone", help="This machine alone, as by default.")] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often all are started again after a failure.")] = 0,
     use_env: Annotated[bool, typer.Option("--use-env", help="As always: LOCAL_RANK is in the environment.")] = False,
+    hosts: Hosts = None,
+    dry_run: DryRun = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a file for sbatch instead.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Print a manifest for kubectl.")] = False,
+    name: Annotated[str | None, typer.Option(help="Of these: the job's name; by default the script's.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Of these: GPUs to ask for; none.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Slurm: cores to ask for; one per process.")] = None,
+    time: Annotated[str | None, typer.Option(help="Slurm: the limit, 04:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: where to queue.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Slurm: any other line, account=x (repeatable).")] = None,
+    image: Annotated[str | None, typer.Option(help="Kubernetes: the image, with shoal and the job in it.")] = None,
+    volume: Annotated[str | None, typer.Option(help="Kubernetes: CLAIM:/path, for the run's folder.")] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print the exit code and the failures as JSON, and not what the script prints."),
     ] = False,
 ) -> None:
-    """Start any plain distributed script, unchanged: on this machine, or on several that each run this command."""
+    """Start any plain distributed script, unchanged: on this machine, on several, or by a batch system (jobs too)."""
+    told, arguments = dict(locals()), args or []
+    if hosts is not None and not (slurm or kubernetes):
+        raise typer.Exit(_over_ssh(hosts, told, num_arguments=1 + len(arguments)))
+    if slurm or kubernetes:
+        typer.echo(_for_batch(told, arguments), nl=False)
+        return
+    _check_is_for_batch(told)
+    from shoal.launch.machine import num_processes
     from shoal.launch.nodes import Nodes, check_words
     from shoal.verbs.launch import as_dict, command
 
@@ -178,12 +218,13 @@ def launch(
             master_port=master_port,
             rdzv_endpoint=rdzv_endpoint,
             rdzv_id=rdzv_id,
+            rdzv_conf=rdzv_conf,
             standalone=standalone,
         )
         outcome = command(
             script,
-            args or [],
-            nproc_per_node,
+            arguments,
+            num_processes(nproc_per_node or "1"),
             module=module,
             log_dir=log_dir,
             threads=threads,
@@ -194,6 +235,57 @@ def launch(
     if as_json:
         print_json(as_dict(outcome))
     raise typer.Exit(outcome.exit_code)
+
+
+# What each says that writes a file, and the other ways to start say themselves.
+_OF_BATCH = ("name", "gpus_per_node", "cpus_per_node", "time", "partition", "sbatch", "image", "volume")
+_OF_SLURM, _OF_KUBERNETES = ("cpus_per_node", "time", "partition", "sbatch"), ("image", "volume")
+_OF_OTHERS = ("hosts", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone")
+
+
+def _for_batch(told: Mapping[str, Any], arguments: list[str]) -> str:
+    """The file for sbatch, or the manifest for Kubernetes."""
+    from shoal.launch.asked import Asked
+    from shoal.launch.kubernetes import manifest
+    from shoal.launch.slurm import sbatch
+
+    if told["slurm"] and told["kubernetes"]:
+        raise LaunchError("--slurm and --kubernetes write two different files. Leave one of them out.")
+    system, foreign = ("--slurm", _OF_KUBERNETES) if told["slurm"] else ("--kubernetes", _OF_SLURM)
+    for name in (*foreign, *_OF_OTHERS, "log_dir", "threads", "max_restarts"):
+        if told[name]:
+            raise LaunchError(f"--{name.replace('_', '-')} means nothing in a file of {system}. Leave it out.")
+    asked = Asked.of(
+        told["script"],
+        arguments[1:] if arguments[:1] == ["--"] else arguments,
+        module=told["module"],
+        name=told["name"],
+        nnodes=told["nnodes"],
+        processes=told["nproc_per_node"] or "1",
+        gpus=told["gpus_per_node"],
+        python=os.path.abspath(sys.executable) if told["slurm"] else "python",
+        wrote=shlex.join(["shoal", *sys.argv[1:]]),
+    )
+    if told["slurm"]:
+        only = {name: told[name] for name in ("time", "partition")}
+        return sbatch(asked, folder=Path.cwd(), cpus=told["cpus_per_node"], options=told["sbatch"] or [], **only)
+    return manifest(asked, image=told["image"], volume=told["volume"])
+
+
+def _check_is_for_batch(told: Mapping[str, Any]) -> None:
+    for name in _OF_BATCH:
+        if told[name]:
+            raise LaunchError(f"--{name.replace('_', '-')} is for a batch system: add --slurm or --kubernetes.")
+
+
+# torchrun's words that say nothing about a training, and what there is instead.
+_OF_LAUNCH = {
+    "--log-dir": "here each rank's log is in the run's folder, RUN/logs.",
+    "--standalone": "leave it out: this machine alone is what is meant without --nnodes and --hosts.",
+    "--rdzv-backend": "leave it out: machines meet at --master-addr, or --rdzv-endpoint.",
+    "--use-env": "leave it out: LOCAL_RANK is in the environment always.",
+    "--module": "here a job in a module is named module:Name.",
+}
 
 
 def check_train_flags(words: list[str]) -> None:
@@ -207,6 +299,9 @@ def check_train_flags(words: list[str]) -> None:
         if name.startswith("--") and len(name) > 2 and name not in known:
             field = name[2:].replace("-", "_")
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            if name in _OF_LAUNCH:
+                sys.stderr.write(f"{name} is a flag of shoal launch; {_OF_LAUNCH[name]}\n")
+                sys.exit(USAGE)
             hint = f"Did you mean {close[0]}?" if close else f"A value of the job is set so: --set {field}=..."
             sys.stderr.write(f"there is no flag {name}. {hint}\n")
             sys.exit(USAGE)

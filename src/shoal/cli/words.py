@@ -34,6 +34,12 @@ NodeRank = Annotated[int | None, typer.Option(help="Which of them this is; 0 is 
 MasterAddr = Annotated[str | None, typer.Option(help="An address of node 0 that all can reach.")]
 MasterPort = Annotated[int | None, typer.Option(help="A port there that is free; 29500.")]
 RdzvEndpoint = Annotated[str | None, typer.Option(help="Both in one, HOST:PORT.")]
+RdzvConf = Annotated[str | None, typer.Option(help="join_timeout=600: seconds for all machines to be there; 30.")]
+NprocPerNode = Annotated[str | None, typer.Option(help="Processes to start on this machine: 2, gpu, cpu or auto.")]
+Hosts = Annotated[
+    str | None, typer.Option(help="Start it on these over SSH: a,b or a:2,b:1 or a,b=/path/to/python; a is node 0.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="With --hosts: print the commands alone.")]
 RdzvId = Annotated[str | None, typer.Option(help="A name for the run; machines of another one are refused.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 

@@ -1,7 +1,7 @@
 """The same command on each of several hosts, over SSH: one connection each, which ends what it has started.
 
-    here ── ssh a ── shoal train ... --nnodes 2 --node-rank 0 --master-addr a     its words are shown as they are
-         └─ ssh b ── shoal train ... --nnodes 2 --node-rank 1 --master-addr a     its words behind its name
+    here ── ssh a ── shoal train --nnodes 2 --node-rank 0 --master-addr a ...     its words are shown as they are
+         └─ ssh b ── shoal train --nnodes 2 --node-rank 1 --master-addr a ...     its words behind its name
 
 The secret of the run goes through stdin, where nobody can list it. stdin stays open: when this process or the
 connection is gone, the other side reads its end and ends its ranks.
@@ -9,6 +9,7 @@ connection is gone, the other side reads its end and ends its ranks.
 
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,6 +25,7 @@ from typing import IO
 from shoal.errors import LaunchError
 from shoal.launch.nodes import DEFAULT_PORT
 from shoal.launch.outcome import INTERRUPTED
+from shoal.world import HOST_VARIABLE
 
 FOLLOW = "SHOAL_FOLLOW_STDIN"
 _FORWARDED = ("OMP_NUM_THREADS",)
@@ -34,65 +36,109 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAl
 
 @dataclass(frozen=True)
 class Host:
-    """Where SSH reaches it, and the Python that has shoal there."""
+    """Where SSH reaches it, the Python that has shoal there, and how many processes it starts (None: not said here)."""
 
     name: str
     python: str
+    processes: int | None = None
+
+    @property
+    def address(self) -> str:
+        """Without the user's name."""
+        return self.name.rpartition("@")[2]
 
 
 def parse(text: str) -> list[Host]:
-    """`a,b=/opt/venv/bin/python`: where no interpreter is named, the path of this one.
+    """`a,b=/opt/venv/bin/python`: where no interpreter is named, the path of this one. `a:2,b:1`: so many processes.
 
     Raises:
-        LaunchError: no name, or one twice.
+        LaunchError: no name, or one twice; a number that is none, or that only some have.
     """
-    found = []
-    for word in text.split(","):
-        name, _, python = word.strip().partition("=")
-        if not name or name.startswith("-"):
-            raise LaunchError(f"--hosts is {text!r}; it must be names that ssh knows, joined by commas: --hosts a,b")
-        found.append(Host(name, python or sys.executable))
+    found = [_host(word.strip(), text) for word in text.split(",")]
     names = [host.name for host in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise LaunchError(f"--hosts names {twice} twice: one machine is one node, with --nproc-per-node processes.")
+    numbers = [host.processes for host in found]
+    if None in numbers and any(numbers):
+        host = next(host for host in found if host.processes is None)
+        raise LaunchError(
+            f"--hosts {text} says for some hosts how many processes they start, and not for {host.name}. Say it for "
+            "each (a:2,b:1), or once for all: --nproc-per-node 2."
+        )
     return found
 
 
-def commands(hosts: Sequence[Host], words: Sequence[str], *, folder: Path, port: int = DEFAULT_PORT) -> list[list[str]]:
+# A name with or without a user, an IPv6 address in brackets, then how many processes.
+_WORD = re.compile(r"(?P<user>[^@:\[\]]+@)?(?:\[(?P<v6>[^]]+)\]|(?P<name>[\w.-]+))(?::(?P<processes>[^:]*))?")
+
+
+def _host(word: str, text: str) -> Host:
+    where, _, python = word.partition("=")
+    found = _WORD.fullmatch(where)
+    if found is None or where.startswith("-"):
+        raise LaunchError(
+            f"--hosts is {text!r}; it must be names that ssh knows, joined by commas: --hosts a,b. What may follow a "
+            "name is :N processes and =/path/to/python; an IPv6 address stands in brackets: [fe80::1]:2"
+        )
+    processes = found["processes"]
+    if processes is not None and not (processes.isdecimal() and int(processes)):
+        raise LaunchError(f"--hosts is {text!r}: {where} says {processes!r} processes; it must be a number from 1 on.")
+    name = f"{found['user'] or ''}{found['v6'] or found['name']}"
+    return Host(name, python or sys.executable, None if processes is None else int(processes))
+
+
+def commands(
+    hosts: Sequence[Host], words: Sequence[str], *, folder: Path, address: str | None = None, port: int = DEFAULT_PORT
+) -> list[list[str]]:
     """What is run here to start each host's share.
 
     Args:
-        words: of the command line, without --hosts.
+        words: of the command line, the verb first, without --hosts.
         folder: the working folder, the same on each host.
+        address: of the first host, as the others know it; by default its name.
     """
-    address = hosts[0].name.rpartition("@")[2]
     found = []
     for rank, host in enumerate(hosts):
         meet = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
-        meet += ["--master-addr", address, "--master-port", str(port)]
-        found.append(over_ssh(host, "shoal", [*words, *meet], folder))
+        meet += ["--master-addr", address or hosts[0].address, "--master-port", str(port)]
+        meet += [] if host.processes is None else ["--nproc-per-node", str(host.processes)]
+        found.append(over_ssh(host, "shoal", [words[0], *meet, *words[1:]], folder))
     return found
+
+
+def check_words(hosts: Sequence[Host], told: Mapping[str, object]) -> None:
+    """Refuse flags that --hosts speaks for; `told` holds what was given, by name.
+
+    Raises:
+        LaunchError: which, and what to leave out.
+    """
+    counted = ("nproc_per_node",) if hosts[0].processes is not None else ()
+    for name in ("nnodes", "node_rank", "rdzv_endpoint", "standalone", *counted):
+        if told.get(name):
+            raise LaunchError(f"--hosts says already what --{name.replace('_', '-')} says. Leave one of them out.")
 
 
 def over_ssh(host: Host, module: str, words: Sequence[str], folder: Path) -> list[str]:
     """What is run here to run a module of Python there, in the same folder; the first line of stdin is its secret."""
-    forwarded = {name: os.environ[name] for name in _FORWARDED if name in os.environ} | {FOLLOW: "1"}
+    forwarded = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
+    forwarded |= {FOLLOW: "1", HOST_VARIABLE: host.address}
     settings = [f"{name}={shlex.quote(value)}" for name, value in forwarded.items()]
     there = shlex.join([host.python, "-m", module, *words])
     begin = f"read -r SHOAL_SECRET; export SHOAL_SECRET; cd {shlex.quote(str(folder))}"
     return [*_SSH, host.name, f"{begin} && exec env {' '.join(settings)} {there}"]
 
 
-def without_hosts(words: Sequence[str]) -> list[str]:
-    """The command line that each host gets."""
+def without_hosts(words: Sequence[str], num_arguments: int = 0) -> list[str]:
+    """The command line that each host gets; the last `num_arguments` words are a script's own."""
+    end = len(words) - num_arguments
     kept, skips = [], False
-    for word in words:
+    for word in words[:end]:
         name = word.partition("=")[0]
         if skips or name in ("--hosts", "--dry-run"):
             skips = not skips and word == "--hosts"
             continue
         kept.append(word)
-    return kept
+    return [*kept, *words[end:]]
 
 
 def run(hosts: Sequence[Host], calls: Sequence[Sequence[str]]) -> int:

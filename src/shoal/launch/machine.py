@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
+from shoal.errors import LaunchError
+
 _CGROUP = Path("/sys/fs/cgroup")
+_DEVICES = Path("/dev")
 _MOST_RANKS, _MOST_PER_CORE = 64, 4
 
 
@@ -43,7 +46,38 @@ def has_accelerator() -> bool:
     """Whether this process sees a GPU, asked without loading a driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+    return (_DEVICES / "kfd").exists() or any(_DEVICES.glob("nvidia[0-9]*"))
+
+
+def num_accelerators() -> int:
+    """How many NVIDIA GPUs this process sees: those of CUDA_VISIBLE_DEVICES, up to a -1, or all of this machine."""
+    there = len(list(_DEVICES.glob("nvidia[0-9]*")))
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is None or not there:
+        return there
+    shown = [name.strip() for name in told.split(",") if name.strip()]
+    return shown.index("-1") if "-1" in shown else len(shown)
+
+
+def num_processes(told: str) -> int:
+    """torchrun's --nproc-per-node: a number, `gpu`, `cpu`, or `auto`: the GPUs where there are any, else the cores.
+
+    Raises:
+        LaunchError: it is none of these, or there is no GPU.
+    """
+    if told.isdecimal() and int(told):
+        return int(told)
+    num_gpus = num_accelerators() if told in ("gpu", "auto") else 0
+    if told == "gpu" and not num_gpus:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if seen is None else f" (CUDA_VISIBLE_DEVICES is {seen!r})"
+        raise LaunchError(f"--nproc-per-node gpu: no GPU is seen on this machine{why}. Say cpu, or a number.")
+    if told in ("gpu", "cpu", "auto"):
+        return num_gpus or num_cores()
+    raise LaunchError(
+        f"--nproc-per-node is {told!r}; it must be a number from 1 on, or gpu, cpu or auto. Hosts with different "
+        "numbers: --hosts a:2,b:1, or on each machine its own."
+    )
 
 
 def _own_cgroup() -> Path:

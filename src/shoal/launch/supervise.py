@@ -2,7 +2,7 @@
 
 rank fails ──► PARTING_S: the others may say why they end ──► where they are, into their logs ──► SIGKILL
 Ctrl-C     ──► SIGINT to all ──► PARTING_S ──► SIGKILL
-SIGTERM    ──► SIGTERM to all ──► grace_s: they may save ──► SIGKILL
+SIGTERM    ──► SIGTERM to all ──► grace_s: they may save ──► SIGKILL      (SIGUSR1: the same, as batch systems send it)
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PARTING_S = 1.0
 MAX_PRIVATE_LOG_BYTES = 2**23
 TAIL_BYTES = 2**15  # of a log: what is read for the failure screen
 STACKS_S = 0.3  # before the end, survivors are asked where they are
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -147,7 +147,8 @@ def stop_requests() -> Iterator[list[int]]:
     before = {number: signal.getsignal(number) for number in _STOPS}
     caught = [n for n, handler in before.items() if handler is not signal.SIG_IGN]  # nohup: ignored on purpose
     for number in caught:
-        signal.signal(number, lambda number, _: asked.append(number))
+        told = signal.SIGTERM if number == signal.SIGUSR1 else number
+        signal.signal(number, lambda *_, told=told: asked.append(told))
     try:
         yield asked
     finally:
