@@ -185,6 +185,10 @@ class Record:
         self._last = {phase: deque[int](maxlen=_REMEMBERED) for phase in Phase}
         self._begin(Phase.SETUP)
 
+    def seen(self) -> Seen:
+        """What a reader would see."""
+        return parse(bytes(self._buffer))
+
     def stand(self, stage: int) -> None:
         """A world is open, and this process is in that stage of its pipeline."""
         _PLACE.pack_into(self._buffer, 0, _FORM, stage + 1)

@@ -1,10 +1,13 @@
 """Ranks that call different collectives are stopped before the update, and told with both calls and both places."""
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,3 +252,50 @@ WELL = [from_two_places, unequal_parts, on_its_way, by_a_thread]
 def test_what_is_well_is_no_alarm() -> None:
     for name, told in fates({calls.__name__: job(calls) for calls in WELL}, "dp2").items():
         assert told == [("", 6, True)] * 2, name
+
+
+# -- without a parent of ours: torchrun, srun, mpirun ----------------------------------------------------------
+
+
+def test_a_time_out_says_what_each_rank_does_and_what_it_left_out_and_so_does_sigterm(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stand_still() -> None:
+        (tmp_path / "stands").touch()
+        while not (tmp_path / "over").exists():
+            time.sleep(0.05)
+
+    def work(rank: int, size: int, rendezvous: str) -> str:
+        place = Place(rank=rank, size=size, local_rank=rank, local_size=size, rendezvous=rendezvous, source="flags")
+        with World.open("dp2", place=place, timeout_min=0.1) as world:
+            run = assemble(Points(steps=6, batch_size=4), world, quiet=True)
+            for step in run.steps():
+                step()
+                if rank == 1 and run.step == TRAP:
+                    stand_still()
+                    return ""
+                if run.step == TRAP:
+                    threading.Thread(target=terminate, args=(os.getpid(),)).start()
+                dist.all_reduce(floats())
+        return ""
+
+    def terminate(pid: int) -> None:
+        while not (tmp_path / "stands").exists():
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGTERM)
+
+    def told(rank: int, size: int, rendezvous: str) -> str:
+        try:
+            return work(rank, size, rendezvous)
+        except RuntimeError as error:
+            return "\n".join(error.__notes__)
+        finally:
+            (tmp_path / "over").touch()
+
+    notes, _ = run_processes(told, 2)
+    at = r"\S*test_desync.py:\d+ in"
+    assert re.search(rf"\n  rank 0: all_reduce sum float32 \(2, 3\), at {at} work\n  rank 1: not made", notes)
+    assert f"rank 0: this one, step {TRAP}, between its phases, inside all_reduce dp" in notes
+    assert re.search(rf"rank 1: step {TRAP}, between its phases, after \w+ dp, at {at} stand_still", notes)
+    said = capfd.readouterr().err
+    assert re.search(rf"rank 0: was asked to end \(SIGTERM\), and is still in step {TRAP}, .*, at {at} work", said)

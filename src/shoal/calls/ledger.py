@@ -25,6 +25,8 @@ _FACTOR = 0x9E3779B97
 _MOST_KNOWN = 4096  # kinds of calls, each with its texts
 _MOST_FRAMES = 64
 _USERS, _OWN, _ELSE, _END = range(4)
+# What calls pass through, and none comes from.
+_SEAMS = (f"{OWN}calls/", f"{OWN}world/messages.py", f"{OWN}metrics/watch.py", f"{OWN}precision.py")
 _START = (f"{OWN}launch/rank.py", f"{OWN}launch/fork.py")  # below them lie the frames of the parent, in a fork
 
 
@@ -185,8 +187,7 @@ def _kind(filename: str) -> int:
     if filename.startswith(_START):
         return _END
     if filename.startswith(OWN):
-        # This file and the seam are not where a call comes from.
-        return _ELSE if filename.startswith((f"{OWN}calls/", f"{OWN}world/messages.py")) else _OWN
+        return _ELSE if filename.startswith(_SEAMS) else _OWN
     return _USERS if is_users(filename) else _ELSE
 
 

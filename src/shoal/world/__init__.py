@@ -7,7 +7,9 @@ network.py      this host: names, interfaces, ports
 device.py       which device is mine
 group.py        the process groups, opened and destroyed
 messages.py     what is asked of the groups and waited for, noted
+signature.py    what must be the same in a call of all ranks
 desync.py       whether all ranks make the same calls
+sentry.py       a thread that speaks for a rank that waits, under other launchers
 world.py        World: all of it, and the collectives of set-up
 """
 
