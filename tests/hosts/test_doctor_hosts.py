@@ -3,6 +3,8 @@
 import json
 import sys
 
+from daemons import start_sshd
+
 from shoal.cluster import read_cluster
 
 LIMIT_S = 110
@@ -19,15 +21,22 @@ def doctor(net, *words):
     return {check["name"]: check for check in told["checks"]}, told, started.returncode
 
 
-def test_hosts_that_are_well_are_told_so_and_described_for_a_plan(hosts):
+def test_hosts_that_are_well_are_told_so_over_real_ssh_and_described_for_a_plan(hosts):
     net = hosts(2)
-    found, told, code = doctor(net, "--cluster", "c.toml", "--picture", "links.svg")
+    start_sshd(net)
+    words = ("--hosts", "h1:1,h2:2", "--cluster", "c.toml", "--picture", "links.svg")
+    call = (sys.executable, "-m", "shoal", "doctor", "--json", *words)
+    done = net[0].run(*call, cwd=net.shared, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT_S)
+    assert done.stdout, done.stderr
+    told, code = json.loads(done.stdout), done.returncode
+    found = {check["name"]: check for check in told["checks"]}
     noisy = ("bandwidth", "cpu speed", "memory", "fsync", "writing")  # they share a machine with other tests
     assert [name for name, check in found.items() if check["level"] != "ok" and name not in noisy] == []
     assert code == told["exit_code"] < 2
     assert found["own name"]["found"] == "h1: 10.77.0.1; h2: 10.77.0.2"
     assert "h1: eth0 (10.77.0.1); h2: eth0 (10.77.0.2)" in found["interface"]["found"]
     assert "all_reduce over 2 ranks is exact" in found["collective"]["found"]
+    assert found["cores"]["found"].endswith("for 2 ranks x 1 threads")
     assert read_cluster(net.shared / "c.toml").inter_node_gb_per_s > 0
     assert "h1 to h2: " in (net.shared / "links.svg").read_text()
 

@@ -180,7 +180,10 @@ def test_a_process_of_shoal_without_a_parent_is_left_over_and_one_with_a_parent_
 def test_what_is_shoals_is_told_from_the_words_of_a_process():
     assert measures.is_shoals(["/usr/bin/python3", "-m", "shoal.launch.child", "{}"])
     assert measures.is_shoals(["python", "/venv/bin/shoal", "train", "digits"])
+    assert measures.is_shoals(["python", "-m", "shoal", "train", "digits"])
     assert not measures.is_shoals(["python", "-m", "shoal.verbs.doctor.agent"])
+    assert not measures.is_shoals(["python", "-m", "shoal", "doctor", "digits"])
+    assert not measures.is_shoals(["python", "-m", "shoaling"])
     assert not measures.is_shoals(["python", "/venv/bin/shoal", "doctor"])
     assert not measures.is_shoals(["vim", "notes", "shoal"])
     assert not measures.is_shoals([])

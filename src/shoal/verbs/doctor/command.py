@@ -2,13 +2,13 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.cluster import ClusterError, check_target, write_cluster
-from shoal.launch.hosts import parse
+from shoal.launch.hosts import Host, parse
 from shoal.launch.nodes import DEFAULT_PORT
 from shoal.layout import Layout
 from shoal.verbs.doctor.checks import CHECKS
@@ -57,9 +57,8 @@ def command(
             check_target(target, force=force)
     party_of = None if hosts is None else parse(hosts)
     spread = Layout.parse(layout or "lone")
-    ranks_per_host = -(-spread.num_ranks // (1 if party_of is None else len(party_of)))
     asked = Asked(
-        ranks_per_host=ranks_per_host,
+        ranks_per_host=_ranks_per_host(spread, party_of or ()),
         threads=threads,
         port=port or DEFAULT_PORT,
         checkpoints=checkpoints,
@@ -73,6 +72,12 @@ def command(
     _write(report, cluster, picture, force=force)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _ranks_per_host(layout: Layout, hosts: Sequence[Host]) -> int:
+    """The most on one host: as --hosts says (a:2,b:1), else an equal share."""
+    told = [host.processes for host in hosts if host.processes is not None]
+    return max(told) if told else -(-layout.num_ranks // max(1, len(hosts)))
 
 
 def _sized(asked: Asked, name: str, fields: Mapping[str, Any], preset: str | None, layout: Layout) -> Asked:

@@ -204,9 +204,12 @@ def leftovers() -> list[str]:
 
 def is_shoals(words: Sequence[str]) -> bool:
     """Whether a command line is one of shoal's, but for this examination."""
-    module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
-    if module:
-        return module[0].partition(".")[0] == "shoal" and not module[0].startswith("shoal.verbs.doctor")
+    if words[1:2] == ["-m"]:
+        own, rest = words[2:3], words[3:4]
+        return any(word.partition(".")[0] == "shoal" for word in own) and "doctor" not in [
+            *rest,
+            *".".join(own).split("."),
+        ]
     return any(Path(word).name == "shoal" for word in words[:2]) and "doctor" not in words[:3]
 
 

@@ -163,7 +163,7 @@ def gather(hosts: Sequence[Host] | None, folder: Path) -> Iterator[Party]:
             name = os.uname().nodename
             started += [Remote(name, [sys.executable, "-m", _MODULE], secret, None) for _ in range(2)]
         for host in hosts or ():
-            started.append(Remote(host.name.rpartition("@")[2], over_ssh(host, _MODULE, [], folder), secret, host))
+            started.append(Remote(host.address, over_ssh(host, _MODULE, [], folder), secret, host))
         yield _begun(started, secret)
     finally:
         with ThreadPoolExecutor(max(1, len(started))) as pool:
