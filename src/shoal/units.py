@@ -23,7 +23,7 @@ def show_seconds(seconds: float) -> str:
     """`0.0123` -> `12.3 ms`, `75` -> `1 min 15 s`."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 60 or not seconds < 1e12:  # not finite, or beyond any clock
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

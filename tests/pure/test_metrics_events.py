@@ -80,7 +80,7 @@ def test_damage_before_the_last_line_is_named(path):
     write_steps(path, [1, 2, 3])
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "garbage", lines[2], ""]))
-    with pytest.raises(MetricsError, match="line 2 is no event: b'garbage'"):
+    with pytest.raises(MetricsError, match="line 2 is no event, as it is no JSON: b'garbage'"):
         read_events(path)
 
 

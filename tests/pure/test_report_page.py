@@ -253,8 +253,8 @@ def test_traffic_of_the_master_grows_and_that_of_a_ring_does_not(tmp_path: Path)
     ("file", "text", "told"),
     [
         ("bench.json", "{", "is damaged"),
-        ("bench.json", "[1]", "lacks an object"),
-        ("bench.json", '{"job": "gpt"}', "lacks mode, unit, table"),
+        ("bench.json", "[1]", "the whole: input should be an object"),
+        ("bench.json", '{"job": "gpt"}', "mode: field required"),
         ("run.json", "nonsense", "is damaged"),
         ("metrics.jsonl", "x\ny\n", "is no event"),
     ],
@@ -315,10 +315,40 @@ def test_the_mesh_shows_each_rank_with_its_coordinates() -> None:
     assert texts[0] == "8 devices"
     assert texts[1:7] == ["pp 0", "pp 1", "dp 0", "dp 1", "dp 0", "dp 1"]  # brackets, outermost first
     assert texts[-4:] == ["rank 7", "pp 1", "dp 1", "tp 1"]
-    large = draw_mesh(Layout.parse("pp64.dp6.tp8"), on_one_host=False).body
+    large = draw_mesh(Layout.parse("pp64.dp6.tp8")).body
     assert "3072 devices, the first 64" in large
     assert large.count(">rank ") == 64
     assert draw_mesh(Layout.parse("threads3")).body.count(">replica ") == 2
+
+
+def test_each_host_is_drawn_around_its_own_devices_however_many_it_has(tmp_path: Path) -> None:
+    body = draw_mesh(Layout.parse("pp2.dp3"), (("big", 4), ("small", 2))).body
+    texts = re.findall(r">([^<]+)</text>", body)
+    assert texts[0] == "6 devices on 2 hosts"
+    assert [text for text in texts if "device" in text][1:] == ["big: 4 devices", "small: 2 devices"]
+    tops = {text: float(y) for y, text in re.findall(r'y="([\d.]+)"[^>]*>(rank \d|big|small)', body)}
+    frames = [
+        (float(y), float(y) + float(tall))
+        for y, tall in re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)" rx="10"', body)
+    ]
+    inside = [[rank for rank in range(6) if top < tops[f"rank {rank}"] < end] for top, end in frames]
+    assert inside == [[0, 1, 2, 3], [4, 5]]
+    assert frames[0][1] <= frames[1][0], "they do not overlap"
+    assert texts.count("pp 1") == 1 + 3, "one bracket for the second stage, which is on both hosts, and its three ranks"
+
+
+def test_a_run_that_knows_its_hosts_is_drawn_on_them_and_one_that_does_not_is_not(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", "dp3")
+    assert "host" not in page_of(run).text.partition("<h2")[2].partition("Mesh</h2>")[2].partition("A dashed")[0]
+    facts = json.loads((run / "run.json").read_text())
+    facts["world"]["hosts"] = [{"name": "big", "ranks": [0, 1]}, {"name": "small", "ranks": [2]}]
+    (run / "run.json").write_text(json.dumps(facts))
+    page = page_of(run)
+    assert "On 2 hosts: big has 2, small has 1." in page.text
+    assert "big (2 ranks), small (1 rank)" in page.cells
+    facts["world"]["hosts"][1]["ranks"] = [7]
+    (run / "run.json").write_text(json.dumps(facts))
+    assert "On 2 hosts" not in page_of(run).text
 
 
 def test_bars_of_shares_end_at_one_and_nothing_makes_no_chart() -> None:

@@ -19,6 +19,7 @@ from shoal.errors import ShoalError
 
 Event = dict[str, float | None]
 
+MAX_COUNT = 2**53  # beyond, a step is no longer exact in JSON
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -118,24 +119,40 @@ def _read_lines(path: Path) -> list[Event]:
         *whole, rest = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise MetricsError(f"there is no {path}; a run writes its metrics.jsonl at its first logged step") from None
+    except OSError as error:
+        raise MetricsError(f"{path} cannot be read: {error.strerror}") from None
     events = [_parse(line) for line in whole]
-    if whole and events[-1] is None:
+    if whole and isinstance(events[-1], str):
         events.pop()  # power was lost: the length reached the disk before the bytes
     for number, event in enumerate(events, start=1):
-        if event is None:
-            raise MetricsError(f"{path}, line {number} is no event: {whole[number - 1][:60]!r}. Remove that line.")
+        if isinstance(event, str):
+            shown = f"{whole[number - 1][:60]!r}"
+            raise MetricsError(f"{path}, line {number} is no event, {event}: {shown}. Remove that line.")
     last = _parse(rest)
-    return [event for event in (*events, last) if event is not None]
+    return [event for event in (*events, last) if not isinstance(event, str)]
 
 
-def _parse(line: bytes) -> Event | None:
+def _parse(line: bytes) -> Event | str:
+    """An event, or what is wrong with it."""
     try:
         event = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("step"), int):
-        return None
-    return {key: _from_json(value) for key, value in event.items()}
+    except (ValueError, RecursionError):
+        return "as it is no JSON"
+    if not isinstance(event, dict):
+        return "as it is no object"
+    step = event.get("step")
+    if not _is_number(step) or not isinstance(step, int) or not 0 <= step <= MAX_COUNT:
+        return "as it has no step"
+    odd = next((key for key, value in event.items() if not (value is None or _is_number(value))), None)
+    return {key: _from_json(value) for key, value in event.items()} if odd is None else f"as {odd} is no number"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in _NOT_FINITE
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) <= MAX_COUNT
+    return isinstance(value, float)
 
 
 def _to_json(value: float | None) -> float | str | None:

@@ -143,8 +143,8 @@ class Meeting(Generic[T]):
         number, thread = next(iter(missing.items()))
         return JobError(
             f"replica {self.number} waits in {name} for replica {number}, which stands still at {place_of(thread)}. "
-            "The batch of a BatchNorm is that of all replicas: when one calls it under a lock that the others need, they "
-            f"never come. Call it outside of the lock, or take dp{self.num}, where each process has one replica."
+            "The batch of a BatchNorm is that of all replicas: when one calls it under a lock that the others need, "
+            f"they never come. Call it outside of the lock, or take dp{self.num}, where each process has one replica."
         )
 
     @contextlib.contextmanager

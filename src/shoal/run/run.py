@@ -247,9 +247,10 @@ class Run:
             )
 
     def describe(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Say what runs, and keep it in run.json: layout, batch ledger, job, versions, and `facts`."""
+        """Say what runs, and keep it in run.json: layout, hosts, ledger, job, versions, and `facts`; collective."""
         for line in str(self.ledger).splitlines():
             self.say(line)
+        hosts = self.world.hosts()
         if self.folder is not None and self.world.rank == 0:
             self.folder.describe(
                 {
@@ -259,6 +260,7 @@ class Run:
                         "size": self.world.size,
                         "backend": self.world.backend,
                         "device": str(self.world.device),
+                        "hosts": [{"name": name, "ranks": ranks} for name, ranks in hosts.items()],
                     },
                     "ledger": self.ledger.as_dict(),
                     "versions": versions(),

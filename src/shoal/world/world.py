@@ -14,6 +14,7 @@ from shoal.world.desync import watched
 from shoal.world.device import find_device, keep_freed_memory
 from shoal.world.group import Limits, Opened, open_group
 from shoal.world.messages import Noted
+from shoal.world.network import network_id
 from shoal.world.place import Place
 from shoal.world.roll import span
 
@@ -195,6 +196,16 @@ class World:
         return [
             row[:n].numpy().tobytes().decode("utf-8", "surrogatepass") for row, n in zip(rows, lengths, strict=True)
         ]
+
+    def hosts(self) -> dict[str, list[int]]:
+        """The ranks of each host by its name, in their order, on every rank; hosts of one name are numbered."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.gather_text(network_id())):
+            found.setdefault(host, []).append(rank)
+        names = [host.partition(" ")[0] for host in found]
+        before = [names[:at].count(name) for at, name in enumerate(names)]
+        told = [f"{name} ({number + 1})" if number else name for name, number in zip(names, before, strict=True)]
+        return dict(zip(told, found.values(), strict=True))
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """The figures of every rank (as many on each), in rank order, on every rank, in one collective."""

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.verbs.report.sources import ReportError, read_all
+from shoal.verbs.report.schema import ReportError
+from shoal.verbs.report.sources import read_all
 
 
 def write_page(paths: Sequence[Path], to: Path | None = None) -> Path:

@@ -9,7 +9,7 @@ from shoal import __version__
 from shoal.units import show_seconds
 from shoal.verbs.report import compared, spent, trained
 from shoal.verbs.report.links import collectives
-from shoal.verbs.report.parts import Part, Points, Section, Table, Words, shown
+from shoal.verbs.report.parts import Part, Points, Section, Table, Words, several, shown
 from shoal.verbs.report.places import mesh_section
 from shoal.verbs.report.replicas import replicas
 from shoal.verbs.report.schedule import bench_schedules, run_schedules
@@ -120,9 +120,20 @@ def _run_facts(run: Run) -> dict[str, str]:
         "layout": run.layout,
         "fields": ", ".join(f"{name}={value}" for name, value in job.items()),
         **ledger,
-        **{"ranks" if name == "size" else name: text for name, text in _plain(run.facts.get("world") or {}).items()},
+        **_world(run),
         **_plain(run.facts.get("versions") or {}),
     }
+
+
+def _world(run: Run) -> dict[str, str]:
+    """Ranks, device and hosts; a lone process has no backend, as it sends nothing."""
+    told = dict(run.facts.get("world") or {})
+    told.pop("hosts", None)
+    hosts: dict[str, int] = {}
+    for name, count in run.hosts or ():  # ranks of one host need not follow each other
+        hosts[name] = hosts.get(name, 0) + count
+    shown = {"ranks" if name == "size" else name: text for name, text in _plain(told).items() if text != "none"}
+    return shown | ({"hosts": ", ".join(f"{n} ({several(c, 'rank')})" for n, c in hosts.items())} if hosts else {})
 
 
 def _bench_facts(bench: Bench) -> dict[str, str]:

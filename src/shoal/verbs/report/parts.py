@@ -1,9 +1,12 @@
 """A page as data: sections of words, tables and figures. How they look is the template's business alone."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeGuard
+
+_HUGE = 1e100
+_LONG = 1e12  # a figure of so many digits is written with an exponent
+_MOST_LETTERS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +76,15 @@ class Section:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """A figure that can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A figure that can be drawn: also its square, and its sum with others, must be one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
 
 
 def shown(value: object, form: str = ".4g") -> str:
     """A figure, or what is there instead of one."""
     if is_finite(value):
-        return format(value, form)
-    return "n/a" if value is None else str(value)
+        return format(value, form if abs(value) < _LONG else ".4g")
+    return "n/a" if value is None else f"{value}"[:_MOST_LETTERS]
 
 
 def rows_of(told: Mapping[str, Any], names: Sequence[str], form: str) -> list[str]:

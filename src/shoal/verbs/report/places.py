@@ -3,80 +3,150 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 from shoal.errors import LayoutError
 from shoal.layout import Layout
 from shoal.mesh import Mesh
 from shoal.verbs.report.colours import of_axis
-from shoal.verbs.report.parts import Drawing, Figure, Part, Section, Table, Words
-from shoal.verbs.report.sources import Bench, Run, Source
+from shoal.verbs.report.parts import Drawing, Figure, Part, Section, Table, Words, several
+from shoal.verbs.report.sources import Bench, Hosts, Run, Source
 
 _MAX_RANKS = 64
 _MAX_COLUMNS = 8
 _CELL, _GAP, _LINE, _BAR = 84.0, 10.0, 16.0, 30.0
-_TITLE = 28.0
+_TITLE, _NAME = 28.0, 24.0  # heights
 _LEAST = 200.0  # of a drawing: its title needs it
 
 
 def mesh_section(sources: Sequence[Source]) -> Section:
-    """Each layout of several ranks once, whatever its options; a benchmark starts all its ranks on one host."""
-    texts = {row["layout"]: True for bench in sources if isinstance(bench, Bench) for row in bench.good}
-    texts |= {run.layout: False for run in sources if isinstance(run, Run) if run.layout not in texts}
-    meshes = {text.partition(":")[0]: (layout, here) for text, here in texts.items() if (layout := _parse(text))}
-    parts = [part for layout, here in meshes.values() for part in _of_layout(layout, here)]
-    note = "Axes go from the outermost to the innermost; ranks that differ on one axis alone form a group on it."
+    """Each layout of several ranks once for each way it lies on hosts, whatever its options."""
+    found: dict[tuple[str, Hosts | None], Layout] = {}
+    for text, hosts in _places(sources):
+        layout = _parse(text)
+        if layout is not None:
+            found.setdefault((text.partition(":")[0], hosts), layout)
+    known = {text for text, hosts in found if hosts is not None}
+    found = {key: layout for key, layout in found.items() if key[1] is not None or key[0] not in known}
+    parts = [part for (_, hosts), layout in found.items() for part in _of_layout(layout, hosts)]
+    note = (
+        "Axes go from the outermost to the innermost; ranks that differ on one axis alone form a group on it. A dashed "
+        "frame is a host."
+    )
     return Section(title="Mesh", parts=[Words(text=note), *parts] if parts else [])
 
 
-def draw_mesh(layout: Layout, *, on_one_host: bool = False) -> Drawing:
+def _places(sources: Sequence[Source]) -> Iterator[tuple[str, Hosts | None]]:
+    """Layouts, and where their ranks were; a benchmark starts all of them on one host."""
+    for source in sources:
+        if isinstance(source, Bench):
+            yield from ((row["layout"], (("one host", row["num_devices"]),)) for row in source.good)
+        elif isinstance(source, Run):
+            yield source.layout, source.hosts
+
+
+def draw_mesh(layout: Layout, hosts: Hosts | None = None) -> Drawing:
     """Rows of ranks, the innermost axis from left to right; brackets tell where a row stands on the others.
 
     Args:
-        on_one_host: it is known that all ranks live on one machine, which is then drawn around them.
+        hosts: the name of each in the order of the ranks, and how many it has; each is drawn around its ranks. None
+            where that is not known.
     """
     names, num, shown = _coordinates(layout)
     inner = _sizes(layout)[names[-1]]
     columns = _columns(inner)
     outer = names[:-1] if inner % columns == 0 else []
-    rows = [shown[at : at + columns] for at in range(0, len(shown), columns)]
+    rows = _rows(len(shown), columns, hosts)
     height = 24 + _LINE * len(names)
     left = _GAP + _BAR * len(outer)
-    body = [_text(_GAP, 18, _title(layout, num, on_one_host), anchor="start")]
+    tops = _tops(rows, height, has_names=hosts is not None and len(hosts) > 1)
+    body = [_text(_GAP, 18, _title(layout, num, hosts), anchor="start")]
     for number, axis in enumerate(outer):
-        for value, begin, count in _stretches([[row[0][name] for name in outer[: number + 1]] for row in rows]):
-            y, tall = _TITLE + begin * (height + _GAP), count * (height + _GAP) - _GAP
-            body += _bracket(axis, value, _GAP + _BAR * number, y, tall)
-    for number, place in enumerate(shown):
-        x, y = left + number % columns * (_CELL + _GAP), _TITLE + number // columns * (height + _GAP)
-        if number % columns:
-            middle = y + height / 2
-            body.append(f'<path d="M{x - _GAP:g} {middle:g}h{_GAP:g}" stroke="{of_axis(names[-1])}" stroke-width="4"/>')
-        body += _rank(number, place, x, y, height, is_thread=layout.threads > 1)
+        keys = [[shown[row.ranks[0]][name] for name in outer[: number + 1]] for row in rows]
+        for value, begin, count in _stretches(keys):
+            tall = tops[begin + count - 1] + height - tops[begin]
+            body += _bracket(axis, value, _GAP + _BAR * number, tops[begin], tall)
+    for row, y in zip(rows, tops, strict=True):
+        for place, rank in enumerate(row.ranks):
+            x = left + (row.column + place) * (_CELL + _GAP)
+            if place:
+                line = f'd="M{x - _GAP:g} {y + height / 2:g}h{_GAP:g}" stroke="{of_axis(names[-1])}"'
+                body.append(f'<path {line} stroke-width="4"/>')
+            body += _rank(rank, shown[rank], x, y, height, is_thread=layout.threads > 1)
     wide = left + min(columns, len(shown)) * (_CELL + _GAP)
-    tall = _TITLE + len(rows) * (height + _GAP)
-    if on_one_host:
-        frame = 'rx="10" fill="none" stroke="currentColor" stroke-opacity="0.4" stroke-dasharray="5 4"'
-        body.append(f'<rect x="1" y="1" width="{max(wide, _LEAST) - 2:g}" height="{tall - 2:g}" {frame}/>')
+    tall = tops[-1] + height + _GAP
+    if hosts is not None:
+        body += _frames(hosts, rows, tops, height, max(wide, _LEAST))
     return Drawing(width=max(wide, _LEAST), height=tall, body="\n".join(body), least=int(wide * 0.75))
 
 
-def _of_layout(layout: Layout, on_one_host: bool) -> list[Part]:
+class _Row(NamedTuple):
+    ranks: range
+    column: int  # of the first
+    host: int
+
+
+def _rows(num: int, columns: int, hosts: Hosts | None) -> list[_Row]:
+    """Of so many ranks: a row ends where the width ends, and where a host ends."""
+    ends = list(itertools.accumulate(count for _, count in hosts)) if hosts else [num]
+    cuts = sorted({*range(0, num, columns), *(end for end in ends if end < num), num})
+    return [
+        _Row(range(begin, end), begin % columns, sum(begin >= last for last in ends))
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+def _tops(rows: Sequence[_Row], height: float, *, has_names: bool) -> list[float]:
+    """Where each row begins; a host that is named has its name above its first row."""
+    tops, y = [], _TITLE
+    for place, row in enumerate(rows):
+        if has_names and (place == 0 or row.host != rows[place - 1].host):
+            y += _NAME + (_GAP if place else 0)
+        tops.append(y)
+        y += height + _GAP
+    return tops
+
+
+def _frames(hosts: Hosts, rows: Sequence[_Row], tops: Sequence[float], height: float, wide: float) -> Iterator[str]:
+    """Around the ranks of each host; the title of the drawing names one that is alone."""
+    look = 'rx="10" fill="none" stroke="currentColor" stroke-opacity="0.4" stroke-dasharray="5 4"'
+    for number, (name, count) in enumerate(hosts):
+        own = [top for top, row in zip(tops, rows, strict=True) if row.host == number]
+        if not own:
+            continue  # beyond what is drawn
+        y = own[0] - _NAME if len(hosts) > 1 else 1
+        if len(hosts) > 1:
+            yield _text(_GAP, own[0] - 8, f"{name}: {several(count, 'device')}", anchor="start")
+        yield f'<rect x="1" y="{y:g}" width="{wide - 2:g}" height="{own[-1] + height + _GAP / 2 - y:g}" {look}/>'
+
+
+def _of_layout(layout: Layout, hosts: Hosts | None) -> list[Part]:
     names, num, places = _coordinates(layout)
     if not names:
         return []
+    if hosts is not None and sum(count for _, count in hosts) != num:
+        hosts = None  # a run.json that says two things: then it is not known
     text = str(layout).partition(":")[0]
     what = "replicas in threads of one process" if layout.threads > 1 else "ranks"
     sizes = " x ".join(f"{_sizes(layout)[name]} on {name}" for name in names)
     finding = f"{text}: {num} {what}, {sizes}."
+    if hosts is not None and len(hosts) > 1:
+        finding += (
+            f" On {several(len(hosts), 'host')}: " + ", ".join(f"{name} has {count}" for name, count in hosts) + "."
+        )
     if num > len(places):
         finding += f" The first {_MAX_RANKS} are drawn."
+    at = [name for name, count in hosts or () for _ in range(count)]
     numbers = Table(
         title=f"Coordinates in {text}",
-        heads=["rank", *names],
-        rows=[[str(rank), *(str(place[name]) for name in names)] for rank, place in enumerate(places)],
+        heads=["rank", *names, *(["host"] if at else [])],
+        rows=[
+            [str(rank), *(str(place[name]) for name in names), *at[rank : rank + 1]]
+            for rank, place in enumerate(places)
+        ],
         folded=True,
     )
-    return [Figure(title=text, drawing=draw_mesh(layout, on_one_host=on_one_host), finding=finding, table=numbers)]
+    return [Figure(title=text, drawing=draw_mesh(layout, hosts), finding=finding, table=numbers)]
 
 
 def _coordinates(layout: Layout) -> tuple[list[str], int, list[dict[str, int]]]:
@@ -115,11 +185,13 @@ def _stretches(keys: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
         begin += count
 
 
-def _title(layout: Layout, size: int, on_one_host: bool) -> str:
+def _title(layout: Layout, size: int, hosts: Hosts | None) -> str:
     if layout.threads > 1:
         return f"one process, {size} threads"
     what = f"{size} devices" + (f", the first {_MAX_RANKS}" if size > _MAX_RANKS else "")
-    return f"one host, {what}" if on_one_host else what
+    if hosts is None:
+        return what
+    return f"{what} on {len(hosts)} hosts" if len(hosts) > 1 else f"one host, {what}"
 
 
 def _bracket(axis: str, value: int, x: float, y: float, tall: float) -> Iterator[str]:

@@ -1,26 +1,17 @@
 """What a page is made of: the files of runs and benchmarks, as they lie in their folders."""
 
-import json
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
 from shoal.metrics.events import Event, read_events
+from shoal.verbs.report.schema import ReportError, load
 
 Facts = Mapping[str, Any]
-
-# What the page reads of each file; figures that are none, or not finite, are allowed for.
-_NEEDED = {
-    "bench.json": ("job", "mode", "unit", "table", "diagnosis", "conventions", "measured"),
-    "collectives.json": ("layout", "num_ranks", "rows", "fits"),
-}
-
-
-class ReportError(ShoalError):
-    """Nothing to show, a damaged file, or a page that cannot be written."""
+Hosts = tuple[tuple[str, int], ...]  # the name of each, in the order of the ranks, and how many ranks it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +32,16 @@ class Run:
     def title(self) -> str:
         """Name and layout."""
         return f"{self.name} ({self.layout})" if self.layout else self.name
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Where its ranks were; None where run.json does not say so of each of them."""
+        told = (self.facts.get("world") or {}).get("hosts") or []
+        at = {rank: host["name"] for host in told for rank in host["ranks"]}
+        if not at or set(at) != set(range(len(at))):
+            return None
+        stretches = itertools.groupby(at[rank] for rank in range(len(at)))
+        return tuple((name, len(list(ranks))) for name, ranks in stretches)
 
     def points(self, key: str) -> list[tuple[float, float | None]]:
         """Of one figure, the steps at which it was written, and its values."""
@@ -113,9 +114,9 @@ def _read(folder: Path, name: str) -> list[Source]:
         )
     found: list[Source] = []
     if (file := folder / "bench.json").is_file():
-        found.append(Bench(name=name, date=_date(file), told=_load(file)))
+        found.append(Bench(name=name, date=_date(file), told=load(file)))
     if (file := folder / "collectives.json").is_file():
-        found.append(Collectives(name=name, date=_date(file), told=_load(file)))
+        found.append(Collectives(name=name, date=_date(file), told=load(file)))
     if (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file():
         found.append(_read_run(folder, name))
     if not found:
@@ -131,22 +132,18 @@ def _read_run(folder: Path, name: str) -> Run:
     return Run(
         name=name,
         date=_date(metrics if metrics.is_file() else facts),
-        facts=_load(facts) if facts.is_file() else {},
+        facts=load(facts) if facts.is_file() else {},
         events=read_events(metrics) if metrics.is_file() else (),
-        schedule=schedule.read_text("utf-8", errors="replace") if schedule.is_file() else None,
+        schedule=_text(schedule) if schedule.is_file() else None,
     )
 
 
-def _load(file: Path) -> Facts:
+def _text(file: Path) -> str:
+    """Of a picture, that is left out where it cannot be read."""
     try:
-        told = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise ReportError(f"{file} is damaged ({error}). Make it again, or leave its folder out.") from None
-    needed = _NEEDED.get(file.name, ())
-    missing = [key for key in needed if key not in told] if isinstance(told, dict) else ["an object"]
-    if missing:
-        raise ReportError(f"{file} lacks {', '.join(missing)}: it is damaged, or of another version. Make it again.")
-    return dict(told)
+        return file.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _date(file: Path) -> str:
