@@ -19,10 +19,11 @@ from torch import nn
 from shoal.cluster import ClusterError, read_cluster, write_cluster
 from shoal.errors import ShoalError
 from shoal.job import Job, Sum, mean_loss
+from shoal.launch.hosts import parse
 from shoal.layout import Layout
 from shoal.verbs.doctor import host as measures
 from shoal.verbs.doctor import storage
-from shoal.verbs.doctor.command import command
+from shoal.verbs.doctor.command import _ranks_per_host, command
 from shoal.verbs.doctor.examine import offset, rounds
 from shoal.verbs.doctor.facts import Asked, HostFacts
 from shoal.verbs.doctor.network import SIZES, Listener, largest_packet, reach
@@ -338,6 +339,11 @@ def test_loader_workers_hold_batches_in_shared_memory_where_there_are_any():
     job = Half(batch_size=6)
     assert loader_bytes(job, Layout.parse("dp2"), 2) == 0
     assert loader_bytes(job, Layout.parse("dp2:workers=4"), 2) == sample * 3 * 3 * 4 * 2
+
+
+def test_the_most_ranks_of_one_host_are_as_the_hosts_say_or_an_equal_share():
+    for hosts, layout, most in ((None, "dp4", 4), ("a,b", "dp4", 2), ("a,b", "dp2.tp3", 3), ("a:1,b:3", "dp4", 3)):
+        assert _ranks_per_host(Layout.parse(layout), parse(hosts) if hosts else ()) == most
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
