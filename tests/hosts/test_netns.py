@@ -27,7 +27,7 @@ import socket, sys, time
 host, port, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 began = time.monotonic()
 try:
-    with socket.create_connection((host, port), timeout=3) as connection:
+    with socket.create_connection((host, port), timeout=1.5) as connection:
         connection.sendall(size.to_bytes(8) + bytes(size))
         print(connection.recv(3) == b"all", time.monotonic() - began)
 except TimeoutError:
@@ -69,8 +69,8 @@ def test_a_link_carries_is_slow_swallows_is_blocked_and_is_cut_as_asked(hosts):
     net.block(b, 7001)
     assert send(a, "h2", 7001, 1)[0] == "timeout"
     net.limit(b, "10mbit")
-    said, seconds = send(a, "h2", 7000, 1_000_000)
-    assert (said, 0.7 < seconds < 3) == ("True", True)
+    said, seconds = send(a, "h2", 7000, 500_000)
+    assert (said, seconds > 0.3) == ("True", True)
     net.swallow_large(b, 1200)
     assert send(a, "h2", 7000, 500)[0] == "True"
     assert send(a, "h2", 7000, 100_000)[0] == "timeout"

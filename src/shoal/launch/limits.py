@@ -1,4 +1,4 @@
-"""What bounds the processes that are started here: settings of the environment, and the memory of their control group."""
+"""What bounds processes that are started here: settings of the environment, and the memory of the control group."""
 
 import os
 
