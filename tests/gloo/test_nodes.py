@@ -167,5 +167,5 @@ def test_a_rank_that_stands_still_on_another_node_is_named_with_its_host(tmp_pat
     host = socket.gethostname()
     assert f"rank 1 of 2 on node 1 ({host}) stands still: " in nodes[0].said
     assert f"kill -CONT {victim.pid}, there, lets it go on" in nodes[0].said
-    assert "rank 0: waits in all_reduce" in nodes[0].said
+    assert "\nrank 0: waits in " in nodes[0].said
     assert took_s < 10

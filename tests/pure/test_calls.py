@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.calls import Call, Channel, Ledger, Ring, Sums, find_difference, read_ring
+from shoal.calls import Channel, Ledger, Ring, Sums, find_difference, read_ring
 from shoal.calls.ledger import PRIME
 from shoal.calls.ring import NUM_ENTRIES
 
@@ -25,7 +25,7 @@ def made(rank: int, calls: str, path: Path | None = None) -> Ledger:
         if group not in channels:
             label = f"{min(ranks)}..{max(ranks)}x{len(ranks)} {group}".encode()
             channels[group] = ledger.channel(label, ranks.index(rank), len(ranks))
-        ledger.note(channels[group], Call(what, str))
+        ledger.note(channels[group], what)
     return ledger
 
 
@@ -59,10 +59,10 @@ def test_the_sums_of_all_ranks_are_0_where_they_agree_alone(calls: tuple[str, ..
 
 def test_equal_calls_from_other_places_are_told_from_those_in_another_order() -> None:
     def one(ledger: Ledger, channel: Channel) -> None:
-        ledger.note(channel, Call("sum", str))
+        ledger.note(channel, "sum")
 
     def other(ledger: Ledger, channel: Channel) -> None:
-        ledger.note(channel, Call("sum", str))
+        ledger.note(channel, "sum")
 
     def sums(*orders: Sequence[Callable[[Ledger, Channel], None]]) -> Sums:
         found = [Ledger() for _ in orders]

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shoal.calls.ring import ENTRY_SIZE, FORM, HEAD, HEADER, NUM_ENTRIES, SIZE, TEXTS
+from shoal.calls.ring import COUNT, COUNT_AT, ENTRY_SIZE, FORM, HEAD, HEADER, NUM_ENTRIES, SIZE, TEXTS
 from shoal.frames import OWN, is_users, short_path
 
 PRIME = 2**36 - 5  # a world of 2 ** 17 ranks still adds such numbers up exactly, in float64
@@ -28,13 +28,6 @@ _USERS, _OWN, _ELSE, _END = range(4)
 # What calls pass through, and none comes from.
 _SEAMS = (f"{OWN}calls/", f"{OWN}world/messages.py", f"{OWN}metrics/watch.py", f"{OWN}precision.py")
 _START = (f"{OWN}launch/rank.py", f"{OWN}launch/fork.py")  # below them lie the frames of the parent, in a fork
-
-
-class Call(NamedTuple):
-    """A call as others must make it, too: what it is, and that in words."""
-
-    key: object  # hashable; equal for equal calls of this process
-    describe: Callable[[object], str]
 
 
 class Sums(NamedTuple):
@@ -106,25 +99,29 @@ class Ledger:
         self._channels.append(channel)
         return channel
 
-    def note(self, channel: Channel, call: Call) -> None:
-        """A call, which is about to be made by the code that is on the stack."""
+    def note(self, channel: Channel, call: object, describe: Callable[[Any], str] = str) -> None:
+        """A call, which is about to be made by the code that is on the stack.
+
+        Args:
+            call: hashable; equal for what are equal calls of this process.
+            describe: it in words, which are equal for equal calls of all processes.
+        """
         if threading.get_ident() != self._thread and not channel.is_aside:
             channel.is_aside = self._is_users_thread()
         code, line, is_direct = self._place(sys._getframe(1))
-        key = call.key, code, line, is_direct
+        key = call, code, line, is_direct
         found = channel.known.get(key)
         if found is None:
-            found = channel.known[key] = self._learn(channel, call, code, line, is_direct=is_direct)
+            found = channel.known[key] = self._learn(channel, describe(call), code, line, is_direct=is_direct)
         number, placed, texts = found
-        channel.count += 1
-        channel.hash = (channel.hash * _FACTOR + number) % PRIME
+        channel.count = count = channel.count + 1
+        channel.hash = rolling = (channel.hash * _FACTOR + number) % PRIME
         channel.order = (channel.order * _FACTOR + placed) % PRIME
-        channel.places += placed * channel.salt
+        channel.places += placed
         at = HEADER.size + self._count % NUM_ENTRIES * ENTRY_SIZE
         self._count += 1
-        HEAD.pack_into(self._buffer, at, self._count, channel.count, channel.hash, self.step)
-        self._buffer[at + HEAD.size : at + ENTRY_SIZE] = texts
-        HEADER.pack_into(self._buffer, 0, FORM, self._world, self._count)
+        self._buffer[at : at + ENTRY_SIZE] = HEAD.pack(self._count, count, rolling, self.step) + texts
+        COUNT.pack_into(self._buffer, COUNT_AT, self._count)
 
     def sums(self) -> Sums:
         """What this rank adds, of all that it has called so far; from here on the next ones are counted."""
@@ -134,15 +131,14 @@ class Ledger:
                 calls += channel.weight * channel.hash
             if channel.places and not channel.is_aside:
                 order += channel.weight * channel.order
-                places += channel.weight * channel.places
+                places += channel.weight * channel.places * channel.salt
             channel.order, channel.places = channel.salt, 0
         return Sums(calls % PRIME, order % PRIME, places % PRIME)
 
     @staticmethod
     def _learn(
-        channel: Channel, call: Call, code: CodeType | None, line: int, *, is_direct: bool
+        channel: Channel, what: str, code: CodeType | None, line: int, *, is_direct: bool
     ) -> tuple[int, int, bytes]:
-        what = call.describe(call.key)
         where = "" if code is None else f":{line} in {code.co_name}"
         # By its name alone: machines may have a file in other folders. What shoal calls may rightly come from
         # elsewhere on each rank: a block that one does not run is made up for.

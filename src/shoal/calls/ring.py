@@ -14,6 +14,8 @@ from pathlib import Path
 
 NUM_ENTRIES = 512
 HEADER = struct.Struct("<8s2q")
+COUNT = struct.Struct("<q")  # the last of these
+COUNT_AT = HEADER.size - COUNT.size
 HEAD = struct.Struct("<4q")
 TEXTS = struct.Struct("<24s72s80s")
 ENTRY_SIZE = HEAD.size + TEXTS.size

@@ -8,10 +8,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.calls import Call, Channel, Ledger
+from shoal.calls import Channel, Ledger
 from shoal.mesh import Mesh
 from shoal.record import Record
-from shoal.world.signature import Kind, call_of
+from shoal.world.signature import describe, signature_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -44,7 +44,7 @@ OPERATIONS = {
     "send": "send",
 }
 _TO_ONE = ("send", "recv")
-_GRADIENTS = Call("all_reduce of the gradients (DDP)", str)
+_GRADIENTS = "all_reduce of the gradients (DDP)"
 _MOST_KEPT = 1024  # works that nobody has waited for yet
 
 Method = Callable[..., Any]
@@ -101,16 +101,17 @@ class Noted:
     def asking(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
         """A method of a group, noted while it runs."""
         record, ledger, packed, counts = self._record, self.ledger, operation.encode(), operation not in _TO_ONE
-        kind = Kind(method.__name__, operation)
+        name = method.__name__
+        signature = signature_of(name, operation)
 
         @functools.wraps(method)
         def asked(group: "dist.ProcessGroup", *args: Any, **kwargs: Any) -> Any:
             found = self._group(group)
             message = found.message(packed, counts=counts)
             record.enter(message)
-            channel = found.channel if counts else found.to_one(kind.method, args)
+            channel = found.channel if counts else found.to_one(name, args)
             if channel is not None:
-                ledger.note(channel, call_of(kind, args, kwargs))
+                ledger.note(channel, signature(args, kwargs), describe)
             try:
                 work = method(group, *args, **kwargs)
             except BaseException:

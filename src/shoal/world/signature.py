@@ -1,9 +1,7 @@
 """What must be the same on every rank of a call: operation, reduction, root, dtypes and shapes, never the values."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from shoal.calls import Call
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,31 +33,39 @@ _ONLY_DTYPE = frozenset({"all_to_all_single", "alltoall", "alltoall_base"})
 _TO_ONE = frozenset({"send", "recv"})
 
 
-class Kind(NamedTuple):
-    """A method, and what it is called elsewhere."""
-
-    method: str
-    operation: str
+Signature = tuple[Any, ...]  # operation, reduction, root, shapes
 
 
-def call_of(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The call that a method of a process group is about to make."""
-    method = kind.method
+def signature_of(method: str, operation: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Signature]:
+    """What tells the signature of a call from the arguments of that method of a process group."""
     at = _SAME.get(method)
-    shapes: Any = None
-    if at is not None:
-        shapes = _shapes(args[at])
-    elif method in _ONLY_DTYPE:
-        shapes = _first(args[0]).dtype
-    elif method in _TO_ONE:
-        tensor = args[0][0]
-        shapes = tensor.dtype, tensor.numel()
-    options = args[-1] if len(args) > 1 else kwargs.get("opts")
-    # By name: who calls a group's method directly may give other arguments, or none.
-    reduction = getattr(options, "reduceOp", None) if method in _REDUCES else None
-    root = getattr(options, "rootRank", None) if method in _ROOTED else None
-    operation = "send and recv" if method in _TO_ONE else kind.operation  # both ends say the same
-    return Call((operation, None if reduction is None else reduction.op, root, shapes), _describe)
+    if at is None:
+        return _without_shapes(method, operation)
+    reduces, is_rooted = method in _REDUCES, method in _ROOTED
+
+    def told(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        given = args[at]
+        shapes = _shapes(given[0] if type(given) is list and len(given) == 1 else given)
+        if not reduces and not is_rooted:
+            return operation, None, None, shapes
+        # By name: who calls a group's method directly may give other arguments, or none.
+        reduction = getattr(args[-1], "reduceOp", None) if reduces else None
+        root = getattr(args[-1], "rootRank", None) if is_rooted else None
+        return operation, None if reduction is None else reduction.op, root, shapes
+
+    return told
+
+
+def _without_shapes(method: str, operation: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Signature]:
+    def told(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        if method in _ONLY_DTYPE:
+            return operation, None, None, _first(args[0]).dtype
+        if method in _TO_ONE:
+            tensor = _first(args[0])
+            return "send and recv", None, None, (tensor.dtype, tensor.numel())  # both ends say the same
+        return operation, None, None, None
+
+    return told
 
 
 def _shapes(given: Any) -> Any:
@@ -76,9 +82,9 @@ def _first(given: Any) -> "Tensor":
     return found
 
 
-def _describe(key: Any) -> str:
+def describe(signature: Signature) -> str:
     """`all_reduce sum float32 (3, 4)`."""
-    operation, reduction, root, shapes = key
+    operation, reduction, root, shapes = signature
     words = [operation]
     if reduction is not None:
         words.append(str(reduction).rpartition(".")[2].lower())
