@@ -1,5 +1,6 @@
 """A rank that stands still, or falls back, is named; one that only takes long is not."""
 
+import ctypes
 import hashlib
 import os
 import re
@@ -192,6 +193,12 @@ def long_call_that_holds_the_interpreter() -> None:
     re.match("(a+)+$", "a" * 60 + "b")
 
 
+def native_sleep_that_holds_the_interpreter() -> None:
+    library = ctypes.PyDLL(None)
+    while True:
+        library.sleep(1000)  # a signal ends it
+
+
 def test_a_loop_that_sleeps_in_the_forward_is_named_with_its_line(tmp_path: Path) -> None:
     outcome, shown, incidents = train(job(forward=once(1, sleep_for_ever)), tmp_path, meanwhile=kill_when_seen)
 
@@ -218,6 +225,15 @@ def test_a_loop_that_computes_is_named_whether_or_not_it_holds_the_interpreter(
     assert [[row["rank"] for row in incident["ranks"]] for incident in incidents] == [[1]]
 
 
+def test_one_that_sleeps_and_holds_the_interpreter_is_named_too(tmp_path: Path) -> None:
+    trapped = job(forward=once(1, native_sleep_that_holds_the_interpreter))
+    _, shown, _ = train(trapped, tmp_path, meanwhile=kill_when_seen)
+
+    assert "rank 1 of 2 stands still" in shown
+    assert "in native_sleep_that_holds_the_interpreter" in shown
+    assert "sleeping" in shown
+
+
 def test_a_loop_in_a_backward_of_the_user_is_named(tmp_path: Path) -> None:
     _, shown, _ = train(job(backward=once(0, sleep_for_ever)), tmp_path, meanwhile=kill_when_seen)
 
@@ -239,6 +255,7 @@ def test_a_rank_that_was_stopped_is_named_and_so_is_that_it_goes_on(tmp_path: Pa
     assert outcome.exit_code == 0
     assert "rank 1 of 2 stands still" in shown
     assert f"stopped (SIGSTOP, Ctrl-Z or a debugger); kill -CONT {pid_of(tmp_path, 1)} lets it go on" in shown
+    assert "it cannot show its stack" in shown
     assert shown.count("stands still") == 1, "once for each incident"
     assert "rank 1 goes on, having stood still for" in shown
     assert [incident["kind"] for incident in incidents] == ["standing", "goes on"]

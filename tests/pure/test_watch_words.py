@@ -3,12 +3,14 @@
 import json
 import os
 import time
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import CheckpointError
+from shoal.launch.afar import Afar
 from shoal.launch.incident import INCIDENTS, Incident, Witness, append
 from shoal.launch.outcome import FAILURE, Failure, Outcome, forget_failure, keep_failure
 from shoal.launch.process import Kernel, ask_kernel, workers_of
@@ -227,6 +229,20 @@ def test_the_screen_of_a_link_that_stands_names_no_rank_as_the_cause() -> None:
     assert "the link between them or the backend stands, not a rank" in incident.screen()
 
 
+def test_the_screen_of_a_link_between_two_machines_names_both() -> None:
+    seen = rank(Phase.COMPUTE, 4, inside=GRADIENTS)
+    incident = Incident(
+        standing=Standing(ranks=frozenset({0, 1}), is_circle=True),
+        witnesses={number: Witness(seen=seen, kernel=Kernel("S")) for number in (0, 1)},
+        pids={0: 10, 1: 11},
+        hosts={1: "node 1 (b)"},
+        at_s=NOW,
+    )
+    assert "rank 1 on node 1 (b): waits in all_reduce dp" in incident.screen()
+    assert "the link between this machine and node 1 (b) or the backend stands" in incident.screen()
+    assert [row["host"] for row in incident.as_dict()["ranks"]] == ["", "node 1 (b)"]
+
+
 @pytest.mark.parametrize(
     ("place", "cores", "waits"),
     [
@@ -245,6 +261,40 @@ def test_the_kernel_says_how_this_process_is_and_nothing_of_one_that_is_gone() -
     assert ask_kernel(2**22 + 1) == Kernel()
     assert not ask_kernel(2**22 + 1).is_stopped
     assert workers_of(2**22 + 1) == []
+
+
+# -- ranks of other machines ----------------------------------------------------------------------------------
+
+
+def test_what_another_machine_tells_is_read_on_the_clock_of_this_one(tmp_path: Path) -> None:
+    path, sent = tmp_path / "record", []
+    prepare(path)
+    record = Record(str(path))
+    record.stand(stage=0)
+    with record.phase(Phase.COMPUTE, step=17):
+        began = look(path).since_s
+        afar = Afar(["a", "b"], lambda node, told: sent.append((node, told)))
+        row = {"pid": 7, "alive": True, "kernel": ["S", 0.0], "record": b64encode(path.read_bytes()).decode()}
+        ahead_s = time.monotonic() - 1000.0  # of a machine that was started later
+        afar.hear(1, {"now": ahead_s, "ranks": {"5": row}})
+        (far,) = afar.ranks()
+
+    assert (far.rank, far.host, far.pid, far.is_alive) == (5, "node 1 (b)", 7, True)
+    assert far.seen().doing == "step 17, compute"
+    assert far.seen().since_s == pytest.approx(began + 1000.0, abs=0.5)
+    assert not afar.is_stale(time.monotonic())
+    assert afar.is_stale(time.monotonic() + 3.0), "its parent says nothing any more"
+
+    assert far.witness(far.seen()) is None
+    far.ask()
+    far.ask()
+    assert sent == [(1, {"look": True})], "once for all ranks of a machine"
+    told = {"witness": 5, "kernel": ["T", 1.0], "cores": 0.0, "dump": "", "workers": "", "ring": ""}
+    afar.hear(1, told)
+    afar.ranks()
+    witness = far.witness(far.seen())
+    assert witness is not None
+    assert witness.kernel.is_stopped
 
 
 # -- stragglers -----------------------------------------------------------------------------------------------
