@@ -82,6 +82,13 @@ def wrong_root(parts: bool, groups: dict[str, Any]) -> None:
     dist.broadcast(floats(), src=dist.get_rank() if parts else 0, group=groups["a"], async_op=True)
 
 
+def one_barrier_more(parts: bool, groups: dict[str, Any]) -> None:
+    """D073: it pairs with the next call of the others, and everything shifts by one."""
+    if parts:
+        dist.barrier(group=groups["a"], async_op=True)
+    dist.all_reduce(floats(), group=groups["a"], async_op=True)
+
+
 def job(calls: Calls, *, in_backward: bool = False) -> Points:
     """One whose forward, or backward, makes these calls."""
     groups: dict[str, Any] = {}
@@ -161,6 +168,7 @@ PARTED = {
     "wrong_dtype": (wrong_dtype, SUM, "all_reduce sum int32 (2, 3)"),
     "wrong_shape": (wrong_shape, SUM, "all_reduce sum float32 (3, 2)"),
     "wrong_group": (wrong_group, SUM, "not made; instead " + SUM),
+    "one_barrier_more": (one_barrier_more, SUM, "barrier"),
     "wrong_root": (wrong_root, "broadcast root 0 float32 (2, 3)", "broadcast root 1 float32 (2, 3)"),
 }
 

@@ -56,10 +56,7 @@ class Difference:
         return f"{self._call()} is{old}\n{self._lines()}\n{_LESSON}"
 
     def _call(self) -> str:
-        who = self.group.partition(" ")[0]
-        if ">" in who:
-            return f"message {self.number} from rank {who.replace('>', ' to rank ')}"
-        first, last, size = _numbers(who)
+        first, last, size = _numbers(self.group)
         return f"call {self.number} of the group of {size} ranks from {first} to {last}"
 
     def _lines(self) -> str:
@@ -78,19 +75,20 @@ class Difference:
 def find_difference(rings: Mapping[int, Ring], *, step: int | None = None) -> Difference | None:
     """The first one that is sure; with `step` else the first place, in calls of that step, where ranks part.
 
-    Only rings of one world are compared: those of the newest one.
+    Only rings of one world are compared: those of the newest one. Messages from one rank to one are left out: one
+    that is received from anybody has no number that its sender knows, and one may be on its way.
     """
     newest = max((ring.world for ring in rings.values()), default=0)
     groups: defaultdict[str, dict[int, dict[int, Entry]]] = defaultdict(dict)
     for rank, ring in rings.items():
         if ring.world == newest:
             for entry in ring.entries:
-                groups[entry.group].setdefault(rank, {})[entry.number] = entry
+                if entry.is_of_all:
+                    groups[entry.group].setdefault(rank, {})[entry.number] = entry
     found = [one for group, calls in groups.items() if (one := _sure(group, calls)) is not None]
     if not found and step is not None:
-        shared = {group: calls for group, calls in groups.items() if ">" not in group}  # a message may be on its way
-        parted = [one for group, calls in shared.items() if (one := _unsure(group, calls, step)) is not None]
-        found = [replace(one, sides=tuple(_with_instead(side, shared) for side in one.sides)) for one in parted]
+        parted = [one for group, calls in groups.items() if (one := _unsure(group, calls, step)) is not None]
+        found = [replace(one, sides=tuple(_with_instead(side, groups) for side in one.sides)) for one in parted]
     return min(found, key=_when, default=None)
 
 
@@ -140,12 +138,13 @@ def _shared(calls: Calls) -> set[int]:
 
 def _members(group: str) -> Sequence[int]:
     """The ranks of a group, where its label says them: those that follow each other."""
-    first, last, size = _numbers(group.partition(" ")[0])
+    first, last, size = _numbers(group)
     return range(first, last + 1) if last - first + 1 == size else ()
 
 
-def _numbers(who: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", who)]
+def _numbers(group: str) -> list[int]:
+    """First rank, last rank, how many."""
+    return [int(part) for part in re.findall(r"\d+", group.partition(" ")[0])]
 
 
 def _sides(calls: Calls, number: int, key: Callable[[Entry], object]) -> tuple[Side, ...]:

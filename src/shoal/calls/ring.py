@@ -45,6 +45,11 @@ class Entry:
     what: str
     place: str
 
+    @property
+    def is_of_all(self) -> bool:
+        """Whether it is a collective: a message from one rank to one has other names for its group."""
+        return ">" not in self.group
+
 
 @dataclass(frozen=True, slots=True)
 class Ring:

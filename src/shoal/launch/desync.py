@@ -41,6 +41,8 @@ class Comparison:
 
     def _parts(self, ring: Ring) -> bool:
         for entry in ring.entries:
+            if not entry.is_of_all:
+                continue
             hashes = self._hashes[ring.world, entry.group]
             if hashes.setdefault(entry.number, entry.hash) != entry.hash:
                 return True

@@ -174,7 +174,8 @@ def _place(one: Mapping[str, Any]) -> str:
     at = f", at {one['frame']}" if one["frame"] else ""
     inside = f" in {one['message']}" if one["inside"] else ""
     state = f" ({one['state']})" if one["state"] else ""
-    return f"rank {one['rank']}: step {one['step']}, {one['phase']}{inside}{state}{at}"
+    host = f" on {one['host']}" if one.get("host") else ""
+    return f"rank {one['rank']}{host}: step {one['step']}, {one['phase']}{inside}{state}{at}"
 
 
 def _failure(failure: Mapping[str, Any]) -> list[str]:
