@@ -16,7 +16,7 @@ LONGEST = (
     "test_a_planted_mistake_is_caught_and_explained",
 )
 ROOMS = ("gloo", "fake", "pure", "gpu")
-TOGETHER = ("gloo/test_pipeline_resume.py", "gloo/test_bench.py")
+TOGETHER = ("gloo/test_pipeline_resume.py", "gloo/test_bench.py", "hosts/test_ssh.py", "hosts/test_slurm.py")
 
 
 def pytest_collection_modifyitems(items):

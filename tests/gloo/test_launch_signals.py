@@ -47,7 +47,7 @@ def wait_in_a_collective(place):
 
 @pytest.mark.parametrize(
     ("number", "exit_code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 143), (signal.SIGKILL, -9)],
 )
 def test_no_rank_and_no_loader_worker_survives_a_signal_to_the_parent(number, exit_code, tmp_path):
     parent = start_in_a_process(lambda place: load_and_wait(tmp_path, place, wait_in_a_collective), 2, tmp_path, 6)

@@ -99,3 +99,4 @@ def test_sigusr1_saves_and_the_job_is_queued_again_and_goes_on(slurm, to):
     until(lambda: logged(run) > before, "steps after the resume")
     slurm.run("scancel", job)
     until(lambda: slurm.state(job) in ("CANCELLED", "gone"), "the end")
+    assert len(list(run.glob("checkpoints/step_*"))) == 2  # SIGTERM has saved too, and the end is the end

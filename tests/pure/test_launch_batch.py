@@ -1,11 +1,15 @@
 """Files for batch systems: what they start, every choice a line of its own, and what cannot be written so."""
 
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+import shoal.cli
 from shoal.errors import LaunchError
 from shoal.launch.asked import Asked, names_job
 from shoal.launch.kubernetes import manifest
@@ -146,3 +150,25 @@ def test_one_pod_has_no_workers_and_what_kubernetes_would_not_take_is_refused():
         manifest(asked(name="My_Run"), image="x")
     with pytest.raises(LaunchError, match="CLAIM:/path"):
         manifest(asked(), image="x", volume="claim")
+
+
+def commands_of(page: str) -> list[str]:
+    """From `shoal` on, in the shell blocks and in the tables."""
+    text = (ROOT / "docs" / page).read_text()
+    lines = [
+        line
+        for block in re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    lines += [cell for line in text.splitlines() if line.startswith("|") for cell in re.findall(r"`([^`]+)`", line)]
+    found = [re.search(r"\bshoal (?:train|launch) [^#>]*", line) for line in lines]
+    return [match[0].removeprefix("shoal ").replace("...", "") for match in found if match]
+
+
+@pytest.mark.parametrize("page", ["places.md", "nodes.md"])
+def test_the_command_line_knows_every_command_of_the_page(page):
+    verbs = typer.main.get_command(shoal.cli.app).commands
+    told = [shlex.split(line) for line in commands_of(page)]
+    assert len(told) > 3
+    for verb, *words in told:
+        verbs[verb].make_context(verb, list(words))

@@ -13,7 +13,8 @@ from shoal.launch import crew as crew_room
 from shoal.launch import muster
 from shoal.launch.crew import first_cause
 from shoal.launch.muster import check_alike, meet
-from shoal.launch.nodes import Nodes, check_words
+from shoal.launch.nodes import Nodes, check_words, listening
+from shoal.launch.script import open_store
 
 FACTS = {"shoal": "1", "torch": "2.13.0", "train.py": "3fa1"}
 
@@ -143,6 +144,25 @@ def test_node_0_waits_until_its_name_is_known(monkeypatch):
     never = Machine(Nodes(num=2, rank=0, address="nobody.invalid", port=port, meet_s=0.5))
     never.join(10)
     assert "cannot listen at nobody.invalid" in never.error
+
+
+def test_node_0_listens_everywhere_where_only_its_own_host_takes_its_name_for_loopback(monkeypatch):
+    """As Debian has it: `127.0.1.1 h1` in /etc/hosts."""
+    known = {"h1": ["127.0.1.1"], "h2": ["127.0.1.1", "10.0.0.2"], "127.0.0.1": ["127.0.0.1"], "localhost": ["::1"]}
+    rows = {name: [(0, 0, 0, "", (address, 0)) for address in found] for name, found in known.items()}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: rows[host])
+    assert [listening(name) for name in known] == ["", "h2", "127.0.0.1", "localhost"]
+
+
+def test_the_store_reaches_itself_wherever_it_listens():
+    """Else torch gives up after five minutes, and takes the store of a running training with it."""
+    for address in ("127.0.0.1", "127.0.0.2", ""):
+        with socket.create_server((address, 0)) as listener:
+            began = time.monotonic()
+            store = open_store(listener)
+            store.set("key", "value")
+            assert time.monotonic() - began < 30
+            del store
 
 
 def test_a_port_that_is_taken_is_said():

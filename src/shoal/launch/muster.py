@@ -17,7 +17,7 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launch.crew import Crew, Line
 from shoal.launch.group import Post
-from shoal.launch.nodes import Nodes, secret
+from shoal.launch.nodes import Nodes, listening, secret
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def _listener(nodes: Nodes, deadline: float) -> socket.socket:
             break
         time.sleep(0.2)
     try:
-        return socket.create_server((nodes.address, nodes.port), backlog=nodes.num)
+        return socket.create_server((listening(nodes.address), nodes.port), backlog=nodes.num)
     except OSError as error:
         raise LaunchError(
             f"node 0 cannot listen at {nodes.address}:{nodes.port} ({error.strerror}). --master-addr must be an "

@@ -1,6 +1,8 @@
 """Which machines take part in a start, and where they meet: torchrun's words."""
 
+import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -77,6 +79,21 @@ def check_words(*, rdzv_backend: str | None, use_env: bool) -> list[str]:
 def secret() -> str:
     """What machines of one run share and strangers do not: SHOAL_SECRET; empty where nobody has set it."""
     return os.environ.get("SHOAL_SECRET", "")
+
+
+def listening(address: str) -> str:
+    """Where node 0 listens: at its address; everywhere, where only this host takes the name for loopback.
+
+    Debian writes the host's own name into /etc/hosts as 127.0.1.1, which no other machine can reach.
+    """
+    if address in _LOCAL_NAMES:
+        return address
+    try:
+        found = {str(row[4][0]) for row in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+    except socket.gaierror:
+        return address  # whoever binds to it says so
+    is_name = address not in found
+    return "" if is_name and all(ipaddress.ip_address(each).is_loopback for each in found) else address
 
 
 def _number(nnodes: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.errors import LaunchError, nearest
 from shoal.launch.fork import fork_quietly, leave_parent
+from shoal.launch.nodes import listening
 from shoal.world import Place
 
 # What other launchers say of one process: of no use, and a lie, in the processes that are started here.
@@ -131,9 +132,9 @@ def meeting_point(address: str = LOOPBACK) -> Iterator[int]:
     The socket is ours from the start, so nobody can take the port in between. In this process the store's threads
     would be there when ranks are forked, also those of another run: a rank that inherits a lock from them hangs.
     """
-    with socket.create_server((address, 0), backlog=1024) as listener:
+    with socket.create_server((listening(address), 0), backlog=1024) as listener:
         port: int = listener.getsockname()[1]
-        host = multiprocessing.get_context("fork").Process(target=_serve, args=(listener, port, os.getpid()))
+        host = multiprocessing.get_context("fork").Process(target=_serve, args=(listener, os.getpid()))
         fork_quietly(host)
     try:
         yield port
@@ -143,13 +144,22 @@ def meeting_point(address: str = LOOPBACK) -> Iterator[int]:
         host.close()
 
 
-def _serve(listener: socket.socket, port: int, parent: int) -> None:
+def _serve(listener: socket.socket, parent: int) -> None:
     leave_parent(parent)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)  # it would report every rank that hangs up
     os.dup2(silence, 2)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
-
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = open_store(listener)
     while store:
         signal.pause()
+
+
+def open_store(listener: socket.socket) -> Any:
+    """torch's store on a socket that listens already. It is a client of its own too, and so must be able to reach it:
+    one at another address of this host serves for the five minutes in which it tries, and then ends the process.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
+
+    address, port = listener.getsockname()[:2]
+    reached = LOOPBACK if address in ("0.0.0.0", "::") else address
+    return TCPStore(reached, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -27,13 +27,13 @@ def train_here(
     named: str = "",
 ) -> tuple[int, Path]:
     """The exit code and the folder, which rank 0 chooses for all; `named`: the job, as on the command line."""
+    layout = _filling(settings, place)
+    settings = replace(settings, values=settings.values.model_copy(update={"layout": str(layout)}))
     values = settings.values
     threads_before = torch.get_num_threads()
     torch.set_num_threads(values.threads or threads_before)
     try:
-        with World.open(
-            _filling(values.layout, place), place=place, device=values.device, timeout_min=values.timeout_min
-        ) as world:
+        with World.open(layout, place=place, device=values.device, timeout_min=values.timeout_min) as world:
             _check_hosts(values, world)
             folder = Path(world.decide(lambda: str(choose_folder())))
             if world.rank == 0 and not quiet and not place.generation:
@@ -62,10 +62,14 @@ def train_here(
     return (143 if run.stopped else 0), folder
 
 
-def _filling(text: str, place: Place) -> Layout:
-    """The layout with as many data replicas as there are ranks for: a generation may be smaller than the first."""
-    layout = Layout.parse(text)
-    if place.source != "shoal" or place.size == layout.num_ranks:
+def _filling(settings: Settings[TrainSettings], place: Place) -> Layout:
+    """The layout, with as many data replicas as there are ranks for where that was left open.
+
+    A generation may be smaller than the first; and without a layout, no machine knows how many ranks others start.
+    """
+    layout = Layout.parse(settings.values.layout)
+    is_open = settings.values.elastic is not None or settings.origin["layout"] == "default"
+    if place.source != "shoal" or place.size == layout.num_ranks or not is_open:
         return layout
     layout = replace(layout, dp=place.size * layout.dp // layout.num_ranks)
     return replace(layout, zero=None) if layout.num_data == 1 else layout
