@@ -258,6 +258,7 @@ def test_leftovers_of_a_dead_writer_go_and_nothing_else_does(tmp_path):
     (tmp_path / "step_000005.tmp-cd").symlink_to(tmp_path / "elsewhere")
     Writer(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".generation_000001",
         ".lock",
         "elsewhere",
         "notes.tmp-1",

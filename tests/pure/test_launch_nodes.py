@@ -11,9 +11,12 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch import crew as crew_room
 from shoal.launch import muster
-from shoal.launch.crew import first_cause
+from shoal.launch.again import Ended
+from shoal.launch.ending import first_cause
 from shoal.launch.muster import check_alike, meet
 from shoal.launch.nodes import Nodes, check_words, listening
+from shoal.launch.outcome import Failure, Outcome
+from shoal.launch.posts import Member, posts_of
 from shoal.launch.script import open_store
 
 FACTS = {"shoal": "1", "torch": "2.13.0", "train.py": "3fa1"}
@@ -36,16 +39,17 @@ class Machine(threading.Thread):
 
     def run(self):
         try:
-            with meet(self.nodes, self.ranks, self.facts, lambda: 4321) as crew:
+            with meet(self.nodes, self.ranks, self.facts, lambda address: 4321) as crew:
                 self.post, self.crew = crew.post, crew
                 crew.watch(self.asked)
                 if self.ending is not None:
-                    self.final = crew.conclude(self.ending)
+                    ended = Ended(exit_code=self.ending.exit_code, size=crew.post.size)
+                    self.final, post, _ = crew.settle(self.ending, ended, self.asked)
+                    assert post is None
                 else:
                     self.wait_until_asked(20)
         except LaunchError as error:
             self.error = str(error)
-
 
     def wait_until_asked(self, within_s):
         until = time.monotonic() + within_s
@@ -63,13 +67,18 @@ def machines(num, **changes):
     return found
 
 
-WELL = {"exit_code": 0}
+WELL = Outcome(exit_code=0)
+
+
+def failed(exit_code, message, *, is_echo=False):
+    failure = Failure(rank=0, exit_code=exit_code, type="RuntimeError", message=message, is_echo=is_echo)
+    return Outcome(exit_code=exit_code, failures=(failure,))
 
 
 def test_each_machine_learns_its_ranks_also_where_they_have_different_numbers_of_devices():
     found = machines(3, of_0={"ranks": 4, "ending": WELL}, of_1={"ranks": 1, "ending": WELL}, of_2={"ending": WELL})
     assert [(m.post.first, m.post.size, m.post.port) for m in found] == [(0, 7, 4321), (4, 7, 4321), (5, 7, 4321)]
-    assert all(machine.final["exit_code"] == 0 for machine in found)
+    assert all(machine.final.exit_code == 0 for machine in found)
 
 
 def test_who_is_missing_is_named():
@@ -165,6 +174,17 @@ def test_the_store_reaches_itself_wherever_it_listens():
             del store
 
 
+def test_the_leader_is_first_and_who_has_no_rank_waits():
+    members = {n: Member(host=f"h{n}", address="a", port=1, slots=slots) for n, slots in ((0, 2), (1, 4), (3, 2))}
+    posts = posts_of(members, 1, 6, generation=2)
+    assert [(node, p.first, p.num, p.node, p.num_nodes) for node, p in posts.items()] == [
+        (1, 0, 4, 0, 2),
+        (0, 4, 2, 1, 2),
+        (3, 6, 0, 1, 2),
+    ]
+    assert {(post.size, post.generation) for post in posts.values()} == {(6, 2)}
+
+
 def test_a_port_that_is_taken_is_said():
     with socket.create_server(("127.0.0.1", 0)) as server:
         machine = Machine(Nodes(num=2, rank=0, port=server.getsockname()[1]))
@@ -195,11 +215,13 @@ def test_a_machine_that_goes_or_falls_silent_ends_the_others(monkeypatch):
 
 
 def test_the_cause_is_told_to_all_and_not_its_echoes():
-    echo = {"exit_code": 1, "is_echo": True, "message": "Connection closed by peer"}
-    cause = {"exit_code": 3, "is_echo": False, "message": "no batch left"}
+    echo = failed(1, "Connection closed by peer", is_echo=True)
+    cause = failed(3, "no batch left")
     found = machines(3, of_0={"ending": echo}, of_1={"ending": echo}, of_2={"ending": cause})
-    assert [machine.final["message"] for machine in found] == ["no batch left"] * 3
-    assert first_cause({0: echo, 1: WELL})["node"] == 0
+    assert [machine.final.failures[0].message.splitlines()[0] for machine in found] == ["no batch left"] * 3
+    assert all("on node 2" in machine.final.failures[0].message for machine in found[:2])
+    told = {"exit_code": 1, "is_echo": True, "message": "Connection closed by peer"}
+    assert first_cause({0: told, 1: {"exit_code": 0}})["node"] == 0
 
 
 @pytest.mark.parametrize(

@@ -190,5 +190,8 @@ def test_the_table_shows_each_value_with_its_origin(tmp_path: Path) -> None:
         "trace           -      default",
         "weights         -      default",
         "preset          -      default",
+        "max-restarts    0      default",
+        "memory-copies   auto   default",
+        "elastic         -      default",
         "set.lr          1      run.toml",
     ]

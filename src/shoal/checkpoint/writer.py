@@ -279,7 +279,8 @@ class Writer:
 
 
 def _claim(folder: Path, number: int) -> Fence:
+    """The number that the launcher has claimed for this start, or the next one."""
     try:
-        return Fence.claim(folder, number)
+        return Fence(folder, number) if number else Fence.claim(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {reason(error)}") from error

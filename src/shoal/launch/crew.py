@@ -1,165 +1,175 @@
-"""The parents of one run, one on each machine, while it runs: alive once a second, and at the end how it ended.
+"""The parents of one run, one on each machine: alive once a second, and of one mind about what follows a generation.
 
-Lines of JSON, each with a keyed hash of the run's secret; nothing is unpickled. Times are each machine's own monotonic
-clock, so machines whose clocks differ live as long as all others.
+    g runs      leader ──► all: alive, end, pause            all ──► leader: alive
+    g ends      all ──► leader: ended, once no rank is left  (their ranks' failures, steps, what was asked)
+    g + 1       leader ──► all: next (posts, roster) or the end
+
+One of them leads: node 0 at first. It holds torch's store, and decides by `again.decide`. When the leader is lost and
+the run is elastic, the next in the roster leads; which of two parts of a torn network goes on, the number that a leader
+claims in the run's folder decides. Times are each machine's own monotonic clock, so clocks may differ.
 """
 
 import contextlib
-import functools
-import hashlib
-import hmac
-import json
 import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, ShoalError
 from shoal.launch.afar import Afar
-from shoal.launch.again import Ended
-from shoal.launch.group import Post
+from shoal.launch.again import Ended, History, Terms, decide
+from shoal.launch.ending import concluded, ending_of, first_cause, merged
+from shoal.launch.guests import member_of, reach, say_where, why_not
+from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes
-from shoal.launch.outcome import FAILED, ON_REQUEST, Failure, Outcome
+from shoal.launch.outcome import ON_REQUEST, Outcome
+from shoal.launch.posts import Member, Post, posts_of
+from shoal.launch.supervise import Rank
+from shoal.record import look
 
 ALIVE_S = 1.0
 LOST_S = 10.0  # without a word
+LOST_ELASTIC_S = 6.0  # the same where the run goes on without that machine
 PART_S = 15.0  # at the end, for the others to tell how it went
-_MAX_LINE = 1 << 20
+HEIR_S = 4.0  # for the others to come to a new leader
+
+# The store of a generation, at an address of this machine: its port.
+OpenStore = Callable[[str], int]
+# A number in the run's folder: this very one, or with 0 the next; what it got.
+Claim = Callable[[str, int], int]
 
 
-class Line:
-    """A connection that speaks lines of JSON, each signed."""
-
-    def __init__(self, connection: socket.socket, key: bytes) -> None:
-        self.connection, self._key = connection, key
-        self._heard = b""
-        self._writing = threading.Lock()
-        self.heard_at = time.monotonic()
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Send a message; one that nobody hears any more is lost."""
-        text = json.dumps(message).encode()
-        line = _sign(self._key, text) + b" " + text + b"\n"
-        with self._writing, contextlib.suppress(OSError):
-            self.connection.sendall(line)
-
-    def listen(self) -> list[dict[str, Any]] | None:
-        """The messages that have come; None when the other side is gone.
-
-        Raises:
-            LaunchError: a stranger's words.
-        """
-        try:
-            data = self.connection.recv(65536)
-        except (BlockingIOError, InterruptedError):
-            return []
-        except OSError:
-            return None
-        if not data or len(self._heard) > _MAX_LINE:
-            return None
-        self.heard_at = time.monotonic()
-        *lines, self._heard = (self._heard + data).split(b"\n")
-        return [self._read(line) for line in lines]
-
-    def _read(self, line: bytes) -> dict[str, Any]:
-        signature, _, text = line.partition(b" ")
-        if not hmac.compare_digest(signature, _sign(self._key, text)):
-            raise LaunchError("who speaks there is of another run, or has another secret (--rdzv-id, SHOAL_SECRET)")
-        told = json.loads(text)
-        if not isinstance(told, dict):
-            raise LaunchError("a message that is none")
-        return told
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.close()
+class Pull(int):
+    """A signal that another machine has brought about, and nobody here."""
 
 
-def _sign(key: bytes, text: bytes) -> bytes:
-    return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Crew:
     """The other machines, as this one knows them.
 
     Attributes:
-        lines: by node; node 0 has one to each, all others one to node 0.
+        lines: by node; the leader has one to each, all others one to it.
+        members: of the run, by node; those that are lost are no more among them.
+        facts: what must be the same on each machine that comes later.
         endings: by node, how it ended.
         trouble: why this machine must end; empty while all is well.
-        pulled: it ended for that, and not because somebody here asked for it.
+        lost: machines, since the generation began.
     """
 
     nodes: Nodes
-    post: Post
-    hosts: list[str]
+    key: bytes
+    listener: socket.socket
+    members: dict[int, Member]
     lines: dict[int, Line]
+    post: Post = field(default_factory=lambda: Post(num=0, size=0))
+    terms: Terms = field(default_factory=Terms)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    open_store: OpenStore
+    claim: Claim | None = None
+    folder: str = ""
+    leader: int = 0
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)
     trouble: str = ""
-    pulled: bool = False
+    lost: list[str] = field(default_factory=list)
+    _history: History = field(default_factory=History)
+    _waiting: dict[int, tuple[Line, Member]] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
+    _asked: list[int] | None = None  # of the ranks that run
     _is_over: bool = False
+    is_pausing: bool = False
     _thread: threading.Thread | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        self.afar = Afar(self.hosts, self._send)
+        self.names = {node: member.host for node, member in self.members.items()}
+        self.afar = self._new_afar()
+
+    def _new_afar(self) -> Afar:
+        return Afar([self.names.get(node, "") for node in range(self.nodes.num)], self._send)
 
     def _send(self, node: int, told: Mapping[str, Any]) -> None:
-        line = self.lines.get(node)
+        # The first of a generation watches, and that is the leader.
+        line = self.lines.get(node if self.is_leader else self.leader)
         if line is not None:
             line.tell({"afar": told})
 
     @property
+    def is_leader(self) -> bool:
+        return self.leader == self.nodes.rank
+
+    @property
     def fds(self) -> tuple[int, ...]:
         """What no rank may hold open, or nobody would see that this process is gone."""
-        return tuple(line.connection.fileno() for line in self.lines.values())
+        lines = [*self.lines.values(), *(line for line, _ in self._waiting.values())]
+        return (self.listener.fileno(), *(line.connection.fileno() for line in lines))
 
-    def pull(self, asked: list[int]) -> None:
-        """End this machine's ranks, unless somebody has asked for it already."""
-        if not asked:
-            self.pulled = True
-            asked.append(signal.SIGINT)
+    # -- while ranks run ---------------------------------------------------------------------------------------
 
     def watch(self, asked: list[int]) -> None:
-        """From now on, listen and be heard; when this machine must end, `asked` says so."""
-        on_trouble = functools.partial(self.pull, asked)
-        self._thread = threading.Thread(target=self._watch, args=(on_trouble,), daemon=True)
-        self._thread.start()
+        """From now on ranks run: when this machine must end, `asked` says so."""
+        with self._lock:
+            self._asked = asked
+            if self.trouble:
+                self._pull(signal.SIGINT)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
 
-    def _watch(self, on_trouble: Callable[[], None]) -> None:
+    def tick(self, ranks: Sequence[Rank]) -> None:
+        """On the leader, now and then: once a step is done, machines that have come are let in after the next."""
+        if not self._waiting or self.is_pausing or not self.is_leader:
+            return
+        room = self._slots()
+        if self.terms.fitting(room) > self.post.size and any(look(rank.record).steps_here for rank in ranks):
+            self.is_pausing = True
+            for line in list(self.lines.values()):
+                line.tell({"pause": True})
+            self._pull(signal.SIGTERM)
+
+    def _pull(self, number: signal.Signals) -> None:
+        """End this machine's ranks, unless somebody has asked for it already; SIGINT hurries what SIGTERM began."""
+        with self._lock:
+            asked = self._asked
+            if asked is not None and (not asked or (number == signal.SIGINT and self.own(asked) == [])):
+                asked.append(Pull(number))
+
+    def _watch(self) -> None:
         spoke = 0.0
         while not self._is_over:
             if time.monotonic() - spoke > ALIVE_S:
                 spoke = time.monotonic()
-                for line in list(self.lines.values()):
+                for line in [*self.lines.values(), *(line for line, _ in list(self._waiting.values()))]:
                     line.tell({"alive": True})
             trouble = self._hear()
             if trouble and not self.trouble:
-                self.trouble = trouble
-                for line in list(self.lines.values()) if self.nodes.rank == 0 else ():
-                    line.tell({"end": trouble})
-                on_trouble()
+                with self._lock:
+                    self.trouble = trouble
+                    for line in list(self.lines.values()) if self.is_leader else ():
+                        line.tell({"end": trouble})
+                    self._pull(signal.SIGINT)
 
     def _hear(self) -> str:
         """What has come in a moment; why to end, if so."""
-        known = {line.connection: node for node, line in self.lines.items()}
-        if not known:
-            time.sleep(ALIVE_S / 4)
-            return ""
+        known: dict[socket.socket, int] = {line.connection: node for node, line in list(self.lines.items())}
+        left = [node for node, line in list(self.lines.items()) if line.has_left()]
         with contextlib.suppress(OSError, ValueError):
-            ready, _, _ = select.select(list(known), [], [], ALIVE_S / 4)
-            for connection in ready:
-                trouble = self._take(known[connection])
+            ready, _, _ = select.select([*known, self.listener], [], [], 0 if left else ALIVE_S / 4)
+            if self.listener in ready:
+                self._welcome()
+            for node in [*left, *(known[one] for one in ready if one in known)]:
+                trouble = self._take(node) if node in self.lines else ""
                 if trouble:
                     return trouble
+        limit_s = LOST_ELASTIC_S if self.terms.is_elastic else LOST_S
         for node, line in list(self.lines.items()):
             silent_s = time.monotonic() - line.heard_at
-            if silent_s > LOST_S and node not in self.endings:
-                return f"{self._name(node)} has said nothing for {silent_s:.0f} s"
+            if silent_s > limit_s and (node not in self.endings or node == self.leader):
+                return self._lose(node, f"has said nothing for {silent_s:.0f} s")
         return ""
 
     def _take(self, node: int) -> str:
@@ -168,108 +178,219 @@ class Crew:
         except (LaunchError, ValueError):
             messages = None
         if messages is None:
-            self.lines.pop(node).close()
-            return "" if node in self.endings or self._final is not None else f"{self._name(node)} is gone"
-        for told in messages:
-            if "afar" in told:
-                self.afar.hear(node, told["afar"])
-            if "ended" in told:
-                self.endings[node] = told["ended"]
-                code = told["ended"]["exit_code"]
-                if code:
-                    return f"{self._name(node)} {'was asked to end' if code in ON_REQUEST else 'failed'}"
-            if "final" in told:
-                self._final = told["final"]
-            if "end" in told:
-                return str(told["end"])
-        return ""
+            return self._lose(node, "is gone")
+        return next(filter(None, [self._understand(node, told) for told in messages]), "")  # all are understood
+
+    def _understand(self, node: int, told: Mapping[str, Any]) -> str:
+        if "afar" in told:
+            self.afar.hear(node, told["afar"])
+        if "ended" in told:
+            self.endings[node] = told["ended"]
+            code = told["ended"]["exit_code"]
+            if code and not self.is_pausing:
+                return f"{self._name(node)} {'was asked to end' if code in ON_REQUEST else 'failed'}"
+        if "pause" in told:
+            self.is_pausing = True
+            self._pull(signal.SIGTERM)
+        if "final" in told:
+            self._turn(told)
+        return str(told.get("end", ""))
+
+    def _lose(self, node: int, how: str) -> str:
+        """A machine is gone; what that means for this one."""
+        line = self.lines.pop(node, None)
+        if line is not None:
+            line.close()
+        is_done = self._final is not None or (node in self.endings and not self.terms.is_elastic)
+        if is_done or (node != self.leader and not self.is_leader):
+            return ""
+        if self.is_leader:
+            self.members.pop(node, None)
+        text = f"{self._name(node)} {how}"
+        self.lost.append(text)
+        return text
 
     def _name(self, node: int) -> str:
-        return f"node {node} ({self.hosts[node]})"
+        return f"node {node} ({self.names.get(node, 'unknown')})"
 
-    def conclude(self, ending: dict[str, Any]) -> dict[str, Any]:
-        """Tell how this machine's ranks ended, and learn how all did: that of the node that failed first, if any."""
-        self.endings[self.nodes.rank] = ending
-        deadline = time.monotonic() + PART_S
-        if self.nodes.rank != 0:
-            for line in self.lines.values():
-                line.tell({"ended": ending})
-            while self._final is None and 0 in self.lines and (time.monotonic() < deadline or not self.trouble):
-                time.sleep(0.02)
-            return self._final or ending
-        while len(self.endings) < self.nodes.num and (time.monotonic() < deadline or not self.trouble):
-            if not self.lines:
-                break
-            time.sleep(0.02)
-        final = first_cause(self.endings)
-        for line in self.lines.values():
-            line.tell({"final": final})
-        return final
+    # -- who comes while all run -------------------------------------------------------------------------------
+
+    def _welcome(self) -> None:
+        """A machine that comes back, or one that holds this one for the next leader; strangers are sent away."""
+        connection, _ = self.listener.accept()
+        connection.settimeout(2.0)
+        line = Line(connection, self.key)
+        try:
+            hello = line.first_words()
+            node = int(hello["node"])
+            why = why_not(self, hello)
+        except (LaunchError, ValueError, KeyError):
+            why = "this run has another id or secret (--rdzv-id, SHOAL_SECRET)"
+        if why:
+            line.tell({"refused": why})
+            line.close()
+            return
+        connection.setblocking(False)
+        if "heir" in hello:
+            self.lines[node] = line
+            return
+        line.tell({"wait": True})
+        self.names[node] = str(hello["host"])
+        self._waiting[node] = line, member_of(hello, line)
+
+    # -- between two generations -------------------------------------------------------------------------------
 
     def own(self, asked: list[int]) -> list[int]:
         """What was asked for here, and not by another machine."""
-        return [] if self.pulled else asked
+        return [number for number in asked if not isinstance(number, Pull)]
 
     def settle(self, outcome: Outcome, ended: Ended, asked: list[int]) -> tuple[Outcome, Post | None, str]:
-        """How all ended; several machines are not started again."""
-        outcome = concluded(self, outcome)
-        if self.pulled:
-            asked.clear()
-        return outcome, None, ""
+        """How all ended, where this machine stands in the next generation, and why there is none."""
+        with self._lock:
+            self._asked = None  # nobody is left to be ended
+            was_pulled = len(self.own(asked)) < len(asked)
+            asked[:] = self.own(asked)
+        own = ending_of(
+            outcome,
+            # Ranks that stop together after a step, since those of another machine were told to, were not asked here.
+            replace(ended, is_asked=bool(asked) or (ended.is_asked and not was_pulled and not self.is_pausing)),
+            first=self.post.first,
+            trouble=self.trouble,
+        )
+        final = self._conclude(own)
+        post = None if final.get("next") is None else Post(**final["next"])
+        if was_pulled or outcome.exit_code not in ON_REQUEST:  # else somebody asked for it here
+            why = self.trouble or next(iter(final.get("lost", ())), "")
+            outcome = concluded(outcome, final, me=self.nodes.rank, names=self.names, trouble=why)
+        if post is None:
+            return outcome, None, str(final.get("why", ""))
+        with self._lock:
+            self.post, self._final, self.lost = post, None, []
+            self.afar = self._new_afar()
+        return outcome, post, ""
+
+    def _conclude(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Tell how this machine's ranks ended, and learn what follows."""
+        told: Line | None = None
+        since = time.monotonic()
+        while not self.is_leader:
+            line = self.lines.get(self.leader)
+            if self._final is not None:
+                return self._final
+            if line is None and not self.terms.is_elastic:
+                return own
+            if line is None:
+                self._succeed()
+                continue
+            if line is not told:
+                told, since = line, time.monotonic()
+                line.tell({"ended": own})
+            if self.trouble and time.monotonic() - since > 2 * PART_S:
+                return own
+            time.sleep(0.02)
+        return self._lead(own)
+
+    def _succeed(self) -> None:
+        """The leader is lost: the next in the roster leads, and all others go there."""
+        self.members.pop(self.leader, None)
+        self.leader = min(self.members)
+        if self.is_leader:
+            return
+        hello = {"node": self.nodes.rank, "heir": self.post.generation}
+        line = reach(self.members[self.leader], self.key, hello, within_s=HEIR_S)
+        if line is not None:
+            self.lines[self.leader] = line
+
+    def _lead(self, own: dict[str, Any]) -> dict[str, Any]:
+        """On the leader: hear all, decide, tell all."""
+        me, since = self.nodes.rank, time.monotonic()
+        self.endings[me] = own
+        if own["exit_code"] and not self.is_pausing:  # ranks of others may hang for what is gone here
+            for line in list(self.lines.values()):
+                line.tell({"end": self.trouble or f"{self._name(me)} failed"})
+        is_new = self.post.node != 0  # it has taken over: the others may not have noticed yet
+        limit_s = HEIR_S + LOST_ELASTIC_S if is_new else PART_S
+        while missing := [node for node in self.members if node not in self.endings]:
+            if (self.trouble or is_new) and time.monotonic() - since > limit_s:
+                break
+            if not is_new and not any(node in self.lines for node in missing):
+                break
+            time.sleep(0.02)
+        for node in missing:
+            self.lost.append(f"{self._name(node)} did not come")
+            self.members.pop(node, None)
+        final: dict[str, Any] = {**first_cause(self.endings), "lost": list(self.lost)}
+        decision = decide(
+            self.terms,
+            self._history,
+            merged(self.endings, final, self.post.size, self.lost, is_pausing=self.is_pausing),
+            self._slots(),
+        )
+        posts: dict[int, Post] = {}
+        why = decision.why
+        if decision.size:
+            try:
+                posts = self._posts(decision.size, decision.history.generation)
+            except (ShoalError, OSError) as error:
+                why = str(error)
+        self._tell_all(final, posts, decision.history, why)
+        return {**final, "why": why, "next": vars(posts[me]) if me in posts else None}
+
+    def _slots(self) -> int:
+        return sum(member.slots for member in (self.members | {n: m for n, (_, m) in self._waiting.items()}).values())
+
+    def _posts(self, size: int, generation: int) -> dict[int, Post]:
+        """Where each machine stands; the leader is first, and holds the store."""
+        me = self.nodes.rank
+        for node, (line, member) in self._waiting.items():
+            self.lines[node], self.members[node] = line, member
+        self._waiting = {}
+        fence = 0
+        if self.claim is not None:
+            fence = self.claim(self.folder, self.post.fence + 1 if self.post.fence else 0)
+        address = self.members[me].address
+        if self.folder and self.terms.is_elastic:
+            say_where(Path(self.folder), address, self.members[me].port)
+        common = {"generation": generation, "fence": fence, "folder": self.folder}
+        return posts_of(self.members, me, size, address=address, port=self.open_store(address), **common)
+
+    def _tell_all(self, final: Mapping[str, Any], posts: Mapping[int, Post], history: History, why: str) -> None:
+        roster = {str(node): vars(member) for node, member in self.members.items()}
+        with self._lock:
+            self._history = history
+            if posts:
+                self.endings, self.trouble, self.is_pausing = {}, "", False
+        for node, line in [*self.lines.items(), *((n, line) for n, (line, _) in self._waiting.items())]:
+            told = {"final": dict(final), "why": why, "history": history.as_dict(), "roster": roster}
+            line.tell({**told, "next": vars(posts[node]) if node in posts else None, "leader": self.nodes.rank})
+
+    def _turn(self, told: Mapping[str, Any]) -> None:
+        """What the leader has decided; from here on, all that comes is of the next generation."""
+        with self._lock:
+            self._final = {**told["final"], "why": told["why"], "next": told["next"]}
+            self._history = History.of(told["history"])
+            if told["next"] is not None:
+                self.members = {int(node): Member(**row) for node, row in told["roster"].items()}
+                self.names |= {node: member.host for node, member in self.members.items()}
+                self.endings, self.trouble, self.is_pausing = {}, "", False
+
+    def begin(self, size: int) -> None:
+        """On the leader, when all have come: the posts of the first generation."""
+        posts = self._posts(size, 0)
+        self.post = posts[self.nodes.rank]
+        self._tell_all({}, posts, self._history, "")
+
+    def joined(self, told: Mapping[str, Any]) -> None:
+        """On another machine: what the leader has told it when it came."""
+        self.leader, self.folder = int(told["leader"]), str(told["next"]["folder"])
+        self._turn(told)
+        self.post, self._final = Post(**told["next"]), None
 
     def close(self) -> None:
         """At the end."""
         self._is_over = True
         if self._thread is not None:
             self._thread.join(timeout=2 * ALIVE_S)
-        for line in self.lines.values():
+        for line in [*self.lines.values(), *(line for line, _ in self._waiting.values())]:
             line.close()
-
-
-def first_cause(endings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """The ending that explains the others: a failure that is no echo of another one, of the lowest node."""
-    failed = [(bool(told.get("is_echo")), node) for node, told in endings.items() if told["exit_code"]]
-    node = min(failed)[1] if failed else min(endings)
-    return {**endings[node], "node": node}
-
-
-def concluded(crew: Crew, outcome: Outcome) -> Outcome:
-    """How the whole run ended: this machine's outcome, or that of the one that failed first."""
-    first = outcome.failures[0] if outcome.failures else None
-    own = {
-        "exit_code": outcome.exit_code,
-        "is_echo": first is None or first.is_echo,
-        "rank": first.rank if first else crew.post.first,
-        "type": first.type if first else "",
-        "message": first.message if first else crew.trouble or f"exit code {outcome.exit_code}",
-        "at": first.user_frame if first else "",
-        "at_s": first.at_s if first else 0.0,
-        "is_lesson": bool(first and first.is_lesson),
-    }
-    final = crew.conclude(own)
-    if outcome.exit_code in ON_REQUEST and not crew.pulled:
-        return outcome  # somebody asked for it here
-    if final["exit_code"] and not final["is_echo"] and final.get("node", crew.nodes.rank) != crew.nodes.rank:
-        return replace(outcome, exit_code=int(final["exit_code"]), failures=(_far(crew, final),), others=())
-    if crew.trouble and (first is None or first.is_echo):
-        return _lost(crew, outcome)
-    return outcome
-
-
-def _far(crew: Crew, final: dict[str, Any]) -> Failure:
-    """What failed first on another machine."""
-    node = int(final["node"])
-    return Failure(
-        rank=int(final["rank"]),
-        exit_code=int(final["exit_code"]),
-        type=str(final["type"]),
-        message=f"{final['message']}\n  on node {node} ({crew.hosts[node]})",
-        user_frame=str(final["at"]),
-        at_s=float(final["at_s"]),
-        is_lesson=bool(final["is_lesson"]),
-    )
-
-
-def _lost(crew: Crew, outcome: Outcome) -> Outcome:
-    failure = Failure(rank=crew.post.first, exit_code=FAILED, type="NodeLost", message=crew.trouble, is_lesson=True)
-    return replace(outcome, exit_code=FAILED, failures=(failure,), others=())
+        self.listener.close()

@@ -19,6 +19,7 @@ from shoal.launch.machine import most_ranks, num_cores, num_memory_kills
 from shoal.launch.named import Named, name_of, spec
 from shoal.launch.outcome import ON_REQUEST, Outcome
 from shoal.launch.output import Show
+from shoal.launch.posts import Post
 from shoal.launch.rank import Seat, Work, end_forked, run, take_forked_seat
 from shoal.launch.script import leftovers, ranks_variables, torchrun_variables
 from shoal.launch.supervise import Rank, end_all, supervise
@@ -50,6 +51,8 @@ class Plan:
     terms: Terms = field(default_factory=Terms)
     memory: Path | None = None
     run_id: str = ""
+    claim: Callable[[str, int], int] | None = None
+    folder: str = ""
 
     def check(self) -> None:
         """Refuse what cannot be started so.
@@ -75,31 +78,6 @@ class Plan:
     def named(self) -> Named | None:
         """What fresh processes are told."""
         return name_of(self.work) if self.fresh else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Post:
-    """Where this machine's ranks stand in a generation.
-
-    Attributes:
-        generation: its number.
-        first: the rank of its first process.
-        num: of its processes; 0: it waits for the next generation.
-        size: of the world.
-        node: the place of this machine among those that take part, of which there are `num_nodes`.
-        address: of the store; where there is none (port 0), ranks meet in a file.
-        fence: the number that was claimed in the run's folder; 0: none.
-    """
-
-    generation: int = 0
-    first: int = 0
-    num: int
-    size: int
-    node: int = 0
-    num_nodes: int = 1
-    address: str = ""
-    port: int = 0
-    fence: int = 0
 
 
 class Group:
@@ -227,6 +205,7 @@ class Group:
             generation=post.generation,
             memory="" if plan.memory is None else str(plan.memory),
             fence=post.fence,
+            folder=post.folder,
         )
         return Seat(
             place=place,

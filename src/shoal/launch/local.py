@@ -16,18 +16,20 @@ from typing import Protocol
 from shoal.errors import LaunchError
 from shoal.launch.afar import Afar
 from shoal.launch.again import Ended, History, Terms, decide
-from shoal.launch.group import Group, Plan, Post, Screen
+from shoal.launch.crew import Claim
+from shoal.launch.group import Group, Plan, Screen
 from shoal.launch.machine import default_threads, has_accelerator
 from shoal.launch.memory import shared_folder
 from shoal.launch.muster import meet, same_everywhere
 from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import Outcome
 from shoal.launch.output import Show
+from shoal.launch.posts import Post
 from shoal.launch.rank import Work
 from shoal.launch.restarted import Restarted, cause_of
 from shoal.launch.screen import failure_screen, to_stderr
 from shoal.launch.script import LOOPBACK, check_script, meeting_point, run_as_main
-from shoal.launch.supervise import stop_requests
+from shoal.launch.supervise import Rank, stop_requests
 from shoal.launch.suspects import Patience
 from shoal.launch.warm import has_thread_pool, import_needed
 
@@ -48,6 +50,8 @@ def start(
     patience: Patience | None = None,
     terms: Terms | None = None,
     keeps_memory: bool = False,
+    claim: Claim | None = None,
+    folder: str = "",
 ) -> Outcome:
     """Run `work(place)` in `num_ranks` processes on this machine, and return when all have ended.
 
@@ -72,6 +76,8 @@ def start(
         terms: when ranks that failed are started again; by default never. `work` sees in `place.generation` how
             often that was.
         keeps_memory: give ranks a folder in shared memory (`place.memory`) that outlives them.
+        claim: takes a number in the run's folder, so that of two parts of a torn network one goes on.
+        folder: the run's, which node 0 tells the other machines (`place.folder`).
 
     Raises:
         LaunchError: nothing can be started so, and why.
@@ -92,6 +98,8 @@ def start(
             terms=terms or Terms(),
             memory=memory,
             run_id=nodes.run_id if nodes is not None else "",
+            claim=claim,
+            folder=folder,
         )
         return _launch(plan, nodes, alike or {})
 
@@ -161,6 +169,9 @@ class _Machines(Protocol):
     def watch(self, asked: list[int]) -> None:
         """From now on the ranks run: end them, by `asked`, when the other machines say so."""
 
+    def tick(self, ranks: Sequence[Rank]) -> None:
+        """Now and then, while they run."""
+
     def own(self, asked: list[int]) -> list[int]:
         """What was asked for here, and not by another machine."""
 
@@ -192,6 +203,9 @@ class _Alone:
     def watch(self, asked: list[int]) -> None:
         """Nobody else says anything."""
 
+    def tick(self, ranks: Sequence[Rank]) -> None:
+        """Nobody comes."""
+
     def own(self, asked: list[int]) -> list[int]:
         return asked
 
@@ -212,9 +226,16 @@ def _gathered(plan: Plan, nodes: Nodes | None, alike: Mapping[str, str]) -> Iter
         with _Alone(plan) as alone:
             yield alone
         return
-    with contextlib.ExitStack() as stack:
-        store = functools.partial(stack.enter_context, meeting_point(nodes.address))
-        yield stack.enter_context(meet(nodes, plan.num_ranks, same_everywhere(alike), store))
+    with contextlib.ExitStack() as store:
+
+        def open_store(address: str) -> int:
+            store.close()  # that of a generation before
+            return store.enter_context(meeting_point(address))
+
+        facts = same_everywhere(alike)
+        more = {"terms": plan.terms, "claim": plan.claim, "folder": plan.folder}
+        with meet(nodes, plan.num_ranks, facts, open_store, **more) as crew:  # type: ignore[arg-type]
+            yield crew
 
 
 def _launch(plan: Plan, nodes: Nodes | None, alike: Mapping[str, str]) -> Outcome:
@@ -241,28 +262,25 @@ def _generations(plan: Plan, machines: _Machines, threads: int, asked: list[int]
             group.begin(asked)
             machines.watch(asked)
             if cause is not None:
-                trains = plan.incidents is not None
-                told = Restarted(
-                    cause,
-                    group.ranks,
-                    number=group.post.generation,
-                    size=group.post.size,
-                    trains=trains,
-                    screen=plan.screen,
-                    incidents=plan.incidents,
-                )
-            group.run(asked, told)
+                told = Restarted(cause, group, plan)
+            group.run(asked, functools.partial(_look, machines, group, told))
         finally:
             group.end()
         if told is not None:
             told.close()
         outcome = group.judge(machines.own(asked))
-        ended = group.ended(outcome, asked)
+        ended = group.ended(outcome, machines.own(asked))
         outcome, post, why = machines.settle(outcome, ended, asked)
         if post is None:
             _tell(outcome, group.post.size, asked, plan.screen, why)
             return replace(outcome, seconds=time.monotonic() - began)
         cause = cause_of(outcome, group.began, ended.done)
+
+
+def _look(machines: _Machines, group: Group, told: Restarted | None, now: float) -> None:
+    machines.tick(group.ranks)
+    if told is not None:
+        told(now)
 
 
 @contextlib.contextmanager

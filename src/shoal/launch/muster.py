@@ -6,75 +6,89 @@ node 0  "you are ranks 4 to 7 of 8; the store is at a:41723"   ──►  each s
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.crew import Crew, Line
-from shoal.launch.group import Post
+from shoal.launch.again import Terms
+from shoal.launch.crew import Claim, Crew, OpenStore
+from shoal.launch.guests import LEADER, member_of
+from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes, listening, secret
+from shoal.launch.posts import Member
 
 
 @contextlib.contextmanager
-def meet(nodes: Nodes, num_ranks: int, facts: Mapping[str, Any], open_store: Callable[[], int]) -> Iterator[Crew]:
+def meet(
+    nodes: Nodes,
+    num_ranks: int,
+    facts: Mapping[str, Any],
+    open_store: OpenStore,
+    *,
+    terms: Terms | None = None,
+    claim: Claim | None = None,
+    folder: str = "",
+) -> Iterator[Crew]:
     """All machines of the run, or none: within 30 s (`nodes.meet_s`) each has come, with the same code and versions.
+
+    Where the run is elastic and goes on already, this machine waits until the others let it in.
 
     Args:
         num_ranks: that this machine will start.
         facts: what must be the same on each machine, by name.
-        open_store: called on node 0 when all are there; returns the port.
+        open_store: called on the machine that leads, with its address, once for each generation.
+        terms: when ranks are started again, and with how few.
+        claim: takes a number in the run's folder.
+        folder: of the run; that of node 0 holds.
 
     Raises:
         LaunchError: who is missing, who is there twice, what differs and where.
     """
     key = hashlib.sha256(f"{nodes.run_id}\0{secret()}".encode()).digest()
     hello = {"node": nodes.rank, "num": nodes.num, "ranks": num_ranks, "host": socket.gethostname(), "facts": facts}
-    meeting = _host(nodes, hello, key, open_store) if nodes.rank == 0 else _join(nodes, hello, key)
-    for line in meeting.lines.values():
+    options = {"terms": terms or Terms(), "claim": claim, "facts": facts, "open_store": open_store}
+    crew = None
+    if terms is not None and terms.is_elastic and folder:
+        crew = _come_back(nodes, hello, key, Path(folder) / LEADER, options)
+    if crew is None:
+        begin = _host if nodes.rank == 0 else _join
+        crew = begin(nodes, hello, key, {**options, "folder": folder})
+    for line in crew.lines.values():
         line.connection.setblocking(False)
     try:
-        yield meeting
+        yield crew
     finally:
-        meeting.close()
+        crew.close()
 
 
-def _host(nodes: Nodes, own: dict[str, Any], key: bytes, open_store: Callable[[], int]) -> Crew:
+def _host(nodes: Nodes, own: dict[str, Any], key: bytes, options: dict[str, Any]) -> Crew:
     deadline = time.monotonic() + nodes.meet_s
     lines: dict[int, Line] = {}
     hellos = {0: own}
-    with _listener(nodes, deadline) as listener:
-        try:
-            while len(hellos) < nodes.num:
-                node, line, hello = _welcome(listener, nodes, key, hellos, deadline)
-                lines[node], hellos[node] = line, hello
-            check_alike(hellos)
-        except LaunchError as error:
-            for line in lines.values():
-                line.tell({"refused": str(error)})
-                line.close()
-            raise
-    counts = [hellos[node]["ranks"] for node in range(nodes.num)]
-    port, hosts = open_store(), [hellos[node]["host"] for node in range(nodes.num)]
-    posts = [
-        Post(
-            first=sum(counts[:node]),
-            num=counts[node],
-            size=sum(counts),
-            node=node,
-            num_nodes=nodes.num,
-            address=nodes.address,
-            port=port,
-        )
-        for node in range(nodes.num)
-    ]
-    for node, line in lines.items():
-        line.tell({"post": vars(posts[node]), "hosts": hosts})
-    return Crew(nodes, posts[0], hosts, lines)
+    listener = _listener(nodes, deadline)
+    try:
+        while len(hellos) < nodes.num:
+            node, line, hello = _welcome(listener, nodes, key, hellos, deadline)
+            lines[node], hellos[node] = line, hello
+        check_alike(hellos)
+    except LaunchError as error:
+        for line in lines.values():
+            line.tell({"refused": str(error)})
+            line.close()
+        listener.close()
+        raise
+    members = {node: member_of(hellos[node], line) for node, line in lines.items()}
+    members[0] = Member(host=own["host"], address=nodes.address, port=nodes.port, slots=own["ranks"])
+    crew = Crew(nodes=nodes, key=key, listener=listener, members=members, lines=lines, **options)
+    crew.begin(sum(member.slots for member in members.values()))
+    return crew
 
 
 def _listener(nodes: Nodes, deadline: float) -> socket.socket:
@@ -110,7 +124,7 @@ def _welcome(
         connection.settimeout(5.0)
         line = Line(connection, key)
         try:
-            hello = _first_words(line)
+            hello = line.first_words()
         except (LaunchError, ValueError, KeyError):
             line.tell({"refused": "this run has another id or secret (--rdzv-id, SHOAL_SECRET)"})
             line.close()
@@ -149,32 +163,46 @@ def check_alike(hellos: Mapping[int, dict[str, Any]]) -> None:
                 )
 
 
-def _first_words(line: Line) -> dict[str, Any]:
-    while True:
-        try:
-            messages = line.listen()
-        except TimeoutError:
-            messages = None
-        if messages is None:
-            raise LaunchError("nothing was said")
-        for told in messages:
-            return told
-
-
-def _join(nodes: Nodes, own: dict[str, Any], key: bytes) -> Crew:
+def _join(nodes: Nodes, own: dict[str, Any], key: bytes, options: dict[str, Any]) -> Crew:
     deadline = time.monotonic() + nodes.meet_s
     line = Line(_reach(nodes, deadline), key)
-    line.connection.settimeout(nodes.meet_s + 5.0)
-    line.tell(own)
+    return _enter(nodes, own, key, line, options)
+
+
+def _come_back(nodes: Nodes, own: dict[str, Any], key: bytes, path: Path, options: dict[str, Any]) -> Crew | None:
+    """To a run that goes on without this machine; None where none does."""
     try:
-        told = _first_words(line)
-        why = str(told.get("refused", "it says nothing")) if "post" not in told else ""
+        place = json.loads(path.read_text())
+        connection = socket.create_connection((str(place["address"]), int(place["port"])), timeout=2.0)
+    except (OSError, ValueError, KeyError):
+        return None
+    return _enter(nodes, own, key, Line(connection, key), options)
+
+
+def _enter(nodes: Nodes, own: dict[str, Any], key: bytes, line: Line, options: dict[str, Any]) -> Crew:
+    """Say hello, and wait until the leader says where this machine stands."""
+    listener = socket.create_server((line.connection.getsockname()[0], 0), backlog=nodes.num)
+    line.connection.settimeout(nodes.meet_s + 5.0)
+    line.tell({**own, "port": listener.getsockname()[1]})
+    why, told = "", {}
+    try:
+        while "next" not in told and not why:
+            told = line.first_words()
+            why = str(told.get("refused", ""))
+            if told.get("final") and told.get("next") is None:
+                why = "the run has ended"
     except (LaunchError, ValueError) as error:
-        told, why = {}, str(error)
+        why = str(error) if str(error) != "nothing was said" else "it says nothing"
     if why:
         line.close()
-        raise LaunchError(f"node 0 at {nodes.address}:{nodes.port} refuses this machine: {why}")
-    return Crew(nodes, Post(**told["post"]), told["hosts"], {0: line})
+        listener.close()
+        host, port = line.where
+        raise LaunchError(f"the machine that leads, at {host}:{port}, refuses this one: {why}")
+    members = {int(node): Member(**row) for node, row in told["roster"].items()}
+    leader = int(told["leader"])
+    crew = Crew(nodes=nodes, key=key, listener=listener, members=members, lines={leader: line}, **options)
+    crew.joined(told)
+    return crew
 
 
 def _reach(nodes: Nodes, deadline: float) -> socket.socket:

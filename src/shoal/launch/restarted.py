@@ -1,14 +1,12 @@
 """One line for each generation after the first: what failed, from which step it goes on, what that cost."""
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from shoal.launch.group import Group, Plan
 from shoal.launch.incident import append
 from shoal.launch.outcome import Outcome
-from shoal.launch.supervise import Rank
 from shoal.record import Seen, look
 from shoal.units import show_seconds
 
@@ -52,28 +50,14 @@ def cause_of(outcome: Outcome, began: float, done: int) -> Cause:
 
 
 class Restarted:
-    """Called as often as one likes; tells once, when the first step of the new generation is done.
+    """Called as often as one likes; tells once, when the first step of the new generation is done."""
 
-    Args:
-        incidents: the file that keeps it.
-    """
-
-    def __init__(
-        self,
-        cause: Cause,
-        ranks: Sequence[Rank],
-        *,
-        number: int,
-        size: int,
-        trains: bool,
-        screen: Callable[[str], None],
-        incidents: Path | None,
-    ) -> None:
-        self._cause, self._ranks, self._number, self._size = cause, ranks, number, size
-        self._screen, self._incidents = screen, incidents
+    def __init__(self, cause: Cause, group: Group, plan: Plan) -> None:
+        self._cause, self._ranks, self._post = cause, group.ranks, group.post
+        self._screen, self._incidents = plan.screen, plan.incidents
         self._is_told = False
-        if not trains:
-            self._tell(f"started again, {size} ranks", {})
+        if plan.terms.counts_all:  # a plain script, of whose steps nobody knows
+            self._tell(f"started again, {self._post.size} ranks", {})
 
     def __call__(self, now: float) -> None:
         if self._is_told:
@@ -85,20 +69,20 @@ class Restarted:
     def close(self) -> None:
         """At the end of the generation, which may not have come to a step."""
         if not self._is_told:
-            self._tell(f"started again, {self._size} ranks; no step was done", {})
+            self._tell(f"started again, {self._post.size} ranks; no step was done", {})
 
     def _goes_on(self, seen: Seen, now: float) -> None:
         step, took_s = seen.done - seen.steps_here, now - self._cause.at_s
         lost = max(0, self._cause.done - step)
         many = "no step" if not lost else f"{lost} step{'s' if lost > 1 else ''}"
         facts = {"step": step, "lost": lost, "took_s": round(took_s, 3)}
-        self._tell(f"{self._size} ranks go on from step {step}, {many} lost, {show_seconds(took_s)}", facts)
+        self._tell(f"{self._post.size} ranks go on from step {step}, {many} lost, {show_seconds(took_s)}", facts)
 
     def _tell(self, text: str, facts: dict[str, Any]) -> None:
         self._is_told = True
-        line = f"restart {self._number}: {self._cause.failed}; {text}"
+        line = f"restart {self._post.generation}: {self._cause.failed}; {text}"
         self._screen(line)
         if self._incidents is not None:
-            told = {"kind": "restart" if self._cause.is_failure else "grows", "generation": self._number}
-            more = {"rank": self._cause.rank, "size": self._size, "text": line, **facts}
+            told = {"kind": "restart" if self._cause.is_failure else "grows", "generation": self._post.generation}
+            more = {"rank": self._cause.rank, "size": self._post.size, "text": line, **facts}
             append(self._incidents, {"time": time.time(), **told, **more})

@@ -21,6 +21,7 @@ from typing import Any
 from shoal.launch.outcome import ON_REQUEST
 from shoal.launch.rank import STACK_SIGNAL
 from shoal.launch.trace import is_echo
+from shoal.record import Phase, look
 
 TICK_S = 0.05
 PARTING_S = 1.0
@@ -60,7 +61,15 @@ class Rank:
         """Reported an error, or ended badly by itself."""
         if self.failure:
             return True
-        return not self.is_alive and not self.ended_by_us and self.exit not in (0, *ON_REQUEST)
+        return not self.is_alive and not self.ended_by_us and (self.exit not in (0, *ON_REQUEST) or self.left_early)
+
+    @property
+    def left_early(self) -> bool:
+        """Ended with 0 in the middle of a phase: others wait for it, or all have done less than they should."""
+        if self.is_alive or self.exit != 0:
+            return False
+        seen = look(self.record)
+        return seen.is_used and seen.phase not in (Phase.SETUP, Phase.LOOP)
 
     @property
     def is_echo(self) -> bool:

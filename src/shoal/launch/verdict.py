@@ -11,6 +11,7 @@ from shoal.record import look
 from shoal.units import show_seconds
 
 TAIL_LINES = 50
+_LEFT = "left with exit code 0 in the middle of a step: sys.exit() or os._exit(), in a module or beneath it"
 CRASH = "Fatal Python error:"  # faulthandler's first words
 # Of the stack that a rank was asked for while it stood still.
 _STACK_LINE = re.compile(r'(Current thread|Thread) 0x\w+ (\[.*\] )?\(most recent|  File ".+", line \d+ in ')
@@ -45,7 +46,7 @@ def _exit_code(first: Failure | None, ranks: Sequence[Rank], asked: Sequence[int
         return 128 + asked[0]
     if first is not None:
         return first.exit_code
-    return max((rank.exit or 0) for rank in ranks)
+    return max(((rank.exit or 0) for rank in ranks), default=0)
 
 
 def _counts(rank: Rank, ranks: Sequence[Rank], asked: Sequence[int]) -> bool:
@@ -73,7 +74,9 @@ def _failure(rank: Rank, began: float, num_memory_kills: int, *, keep_logs: bool
         rank=rank.rank,
         exit_code=128 - exit_code if exit_code < 0 else exit_code or FAILED,
         type=told.get("type", ""),
-        message=told.get("message", exit_in_words(exit_code, num_memory_kills=num_memory_kills)),
+        message=told.get(
+            "message", _LEFT if rank.left_early else exit_in_words(exit_code, num_memory_kills=num_memory_kills)
+        ),
         traceback=told.get("traceback", dump),
         excerpt=told.get("excerpt", excerpt),
         user_frame=told.get("user_frame", frame),

@@ -51,6 +51,7 @@ class Place:
     record: str = ""  # the file in which it notes what it does, where its launcher reads one (`shoal.record`)
     generation: int = 0  # starts of the group before this one: above 0 it goes on from what they left
     memory: str = ""  # a folder in shared memory, the launcher's, for copies of the state that outlive this process
+    folder: str = ""  # the run's, where the launcher says it
     fence: int = 0  # the number that this start has claimed in the run's folder; 0: none was claimed for it
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import LaunchError, WorldError
-from shoal.launch.crew import Line
+from shoal.launch.line import Line
 from shoal.world.network import resolve
 
 SIZES = (64 * 2**10, 2**20, 8 * 2**20)

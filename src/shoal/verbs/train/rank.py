@@ -35,7 +35,7 @@ def train_here(
     try:
         with World.open(layout, place=place, device=values.device, timeout_min=values.timeout_min) as world:
             _check_hosts(values, world)
-            folder = Path(world.decide(lambda: str(choose_folder())))
+            folder = Path(world.decide(lambda: place.folder or str(choose_folder())))
             if world.rank == 0 and not quiet and not place.generation:
                 with contextlib.suppress(OSError):  # a terminal that has gone, or is full, ends no training
                     print(settings.table(), flush=True)

@@ -175,6 +175,8 @@ def _start(
             incidents=folder / INCIDENTS,
             terms=terms,
             keeps_memory=nodes is None and terms.may_restart and values.memory_copies != "off",
+            claim=_claim if nodes is not None and terms.is_elastic else None,
+            folder=str(folder) if is_first or values.run is not None else "",
         )
     if is_ours:
         keep_failure(folder, outcome, began)
@@ -187,6 +189,16 @@ def _is_parent(place: Place, nodes: "Nodes | None", values: TrainSettings) -> bo
     if nodes is None:
         return place.size == 1 and (values.nproc_per_node or 1) > 1
     return (place.size, place.rank) == (nodes.num, nodes.rank)
+
+
+def _claim(folder: str, number: int) -> int:
+    """A number in the folder of a run, for the machine that leads it from now on."""
+    from shoal.checkpoint.fence import Fence
+    from shoal.folder import RunFolder
+
+    of_run = RunFolder(Path(folder))
+    of_run.make()
+    return Fence.claim(of_run.checkpoints, number).number
 
 
 def _terms(layout: Layout, values: TrainSettings) -> "Terms":

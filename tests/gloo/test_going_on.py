@@ -1,0 +1,218 @@
+"""Machines that are lost, come back, or were never gone: here parents of one machine. The training stays the same."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from shoal.checkpoint import newest_good, read
+from shoal.history import NAME, committed, problems
+
+STEPS = 60
+JOB = f"""
+import time
+from dataclasses import dataclass
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+from shoal import Job, mean_loss
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Job):
+    batch_size: int = 6
+    steps: int = {STEPS}
+    precision: str = "fp64"
+    pause_s: float = 0.0
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def data(self):
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(22, 4, generator=generator, dtype=torch.float64)
+        return TensorDataset(inputs, torch.randint(0, 3, (22,), generator=generator))
+
+    def inputs(self, batch):
+        time.sleep(0.1 if __import__("os").environ.get("SLOWLY") else 0)
+        return super().inputs(batch)
+
+    def loss(self, output, batch):
+        return mean_loss(F.cross_entropy(output, batch[1], reduction="none"))
+
+    def optimizer(self, params):
+        return torch.optim.AdamW(params, lr=0.01)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Host:
+    """One parent; `said` is all that it has printed."""
+
+    def __init__(self, folder: Path, rank: int, num: int, port: int, *words: str) -> None:
+        meet = [
+            "--nnodes",
+            str(num),
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(port),
+        ]
+        self.file = folder / f"node_{rank}_{time.monotonic_ns()}.txt"
+        with self.file.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shoal", "train", "job.py", "--run", "run", "--save-every", "5", *meet, *words],
+                cwd=folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "SLOWLY": "1"},
+            )
+
+    @property
+    def said(self) -> str:
+        return self.file.read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(90)
+
+    def ranks(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Parents of one run; what is left of them at the end is killed."""
+    (tmp_path / "job.py").write_text(JOB)
+    port, made = free_port(), []
+
+    def start(num: int, *words: str, only: int | None = None) -> list[Host]:
+        new = [Host(tmp_path, rank, num, port, *words) for rank in range(num) if only in (None, rank)]
+        made.extend(new)
+        return new
+
+    yield start
+    for host in made:
+        if host.process.poll() is None:
+            host.process.send_signal(signal.SIGCONT)
+            host.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The state that one process comes to."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "job.py").write_text(JOB)
+    words = [sys.executable, "-m", "shoal", "train", "job.py", "--run", "run"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return folder / "run"
+
+
+def step_of(run: Path) -> int:
+    rows = committed(run / NAME)
+    return rows[-1].step if rows else 0
+
+
+def until_step(run: Path, step: int, hosts: list[Host]) -> None:
+    limit = time.monotonic() + 60
+    while step_of(run) < step:
+        assert time.monotonic() < limit, "\n".join(host.said for host in hosts)
+        time.sleep(0.05)
+
+
+def assert_same(run: Path, alone: Path, tolerance: float = 1e-12) -> None:
+    ours, theirs = (read(newest_good(folder)[0].path).tree for folder in (run, alone))
+    assert ours["position"] == theirs["position"]
+    for name, tensor in theirs["model"].items():
+        torch.testing.assert_close(ours["model"][name], tensor, rtol=tolerance, atol=tolerance)
+    rows = committed(run / NAME)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert problems(rows) == []
+
+
+def went_on_after(run: Path, began: float, step: int, hosts: list[Host]) -> float:
+    """Seconds until a step beyond `step` was done by a later generation."""
+    first = committed(run / NAME)[-1].generation
+    limit = time.monotonic() + 60
+    while not any(row.generation > first for row in committed(run / NAME)):
+        assert time.monotonic() < limit, "\n".join(host.said for host in hosts)
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_killed_on_one_host_is_started_again_on_all(tmp_path, hosts, alone):
+    pair = hosts(2, "--layout", "dp2", "--max-restarts", "2")
+    until_step(tmp_path / "run", 12, pair)
+    max(pair[1].ranks(), key=lambda process: process.memory_info().rss).kill()
+    assert [host.wait() for host in pair] == [0, 0], pair[0].said + pair[1].said
+    assert all("restart 1: rank 1 failed first" in host.said for host in pair), pair[0].said + pair[1].said
+    assert_same(tmp_path / "run", alone)
+
+
+def test_a_host_that_is_lost_ends_the_run_that_is_not_elastic(tmp_path, hosts):
+    pair = hosts(2, "--layout", "dp2", "--max-restarts", "2")
+    until_step(tmp_path / "run", 6, pair)
+    pair[1].kill()
+    assert pair[0].wait() == 1
+    assert "node 1" in pair[0].said
+    assert "is gone" in pair[0].said
+    assert "--elastic" in pair[0].said
+
+
+@pytest.mark.parametrize("lost", [1, 0], ids=["a host", "the host that leads"])
+def test_the_others_go_on_without_a_host_that_is_lost(tmp_path, hosts, alone, lost):
+    trio = hosts(3, "--layout", "dp3", "--elastic", "1:3")
+    until_step(tmp_path / "run", 12, trio)
+    began = time.monotonic()
+    trio[lost].kill()
+    rest = [host for node, host in enumerate(trio) if node != lost]
+    assert went_on_after(tmp_path / "run", began, 12, trio) < 15
+    assert [host.wait() for host in rest] == [0, 0], "\n".join(host.said for host in rest)
+    assert "2 ranks go on from step 10" in rest[0].said
+    assert_same(tmp_path / "run", alone)
+
+
+def test_a_host_that_comes_back_is_let_in(tmp_path, hosts, alone):
+    pair = hosts(2, "--layout", "dp2", "--elastic", "1:2")
+    until_step(tmp_path / "run", 6, pair)
+    pair[1].kill()
+    went_on_after(tmp_path / "run", time.monotonic(), 6, pair)
+    (again,) = hosts(2, "--layout", "dp2", "--elastic", "1:2", only=1)
+    assert [pair[0].wait(), again.wait()] == [0, 0], pair[0].said + again.said
+    assert "machines came; 2 ranks go on from step" in pair[0].said, pair[0].said
+    assert "no step lost" in pair[0].said.partition("machines came")[2]
+    assert_same(tmp_path / "run", alone)
+
+
+def test_of_two_parts_that_do_not_hear_each_other_one_goes_on(tmp_path, hosts, alone):
+    """The leader is stopped, not gone: when it wakes up, the run is another's."""
+    pair = hosts(2, "--layout", "dp2", "--elastic", "1:2")
+    until_step(tmp_path / "run", 6, pair)
+    everyone = [pair[0].process.pid, *(rank.pid for rank in pair[0].ranks())]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    took_s = went_on_after(tmp_path / "run", time.monotonic(), 6, pair[1:])
+    assert took_s < 15
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    assert pair[1].wait() == 0, pair[1].said
+    assert pair[0].wait() not in (0, None), pair[0].said
+    assert_same(tmp_path / "run", alone)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["world"]["size"] == 1
