@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
-from itertools import islice
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from shoal.parallel.mode import evaluating
 from shoal.parallel.place import placement_of
 from shoal.step import Forward, rounds, seed_everything
 from shoal.world import World
+
+T = TypeVar("T")
+
+_FILLED = 4  # micro-batches per stage: filling and draining are then a small part. More would hold more activations
 
 
 def evaluate(
@@ -43,22 +47,37 @@ def evaluate(
             wide = Sum(figure.value.detach().double(), _float(figure.count))
             sums[name] = sums[name] + wide if name in sums else wide
 
+    def through_stages(parts: Sequence[tuple[Any, bool]]) -> None:
+        forward.through_stages(
+            [part for part, _ in parts],
+            lambda number, *made: count(*made) if parts[number][1] else None,
+            has_backward=False,
+        )
+
     with evaluating(model), torch.no_grad():
-        for batch in islice(data.batches(), num_steps):
-            parts = rounds(batch, world) if in_step or batch.num_samples else []
-            if world.layout.pp > 1:
-                live = [is_live for _, is_live in parts]
-                forward.through_stages(
-                    [part for part, _ in parts],
-                    lambda number, *made, live=live: count(*made) if live[number] else None,
-                    has_backward=False,
-                )
-                continue
-            for part, is_live in parts:
+        batches = islice(data.batches(), num_steps)
+        live_parts = (rounds(batch, world) if in_step or batch.num_samples else [] for batch in batches)
+        if world.layout.pp > 1:
+            for parts in _long_enough(live_parts, _FILLED * world.layout.pp):
+                through_stages(parts)
+        else:
+            for part, is_live in chain.from_iterable(live_parts):
                 made = forward(part)
                 if is_live:
                     count(*made)
     return {name: total.mean() for name, total in _add_over_ranks(sums, world).items()}
+
+
+def _long_enough(batches: Iterable[list[T]], least: int) -> Iterator[list[T]]:
+    """The parts of several batches in a row, so many at least: a pipeline is not filled and drained for each."""
+    row: list[T] = []
+    for parts in batches:
+        row += parts
+        if len(row) >= least:
+            yield row
+            row = []
+    if row:
+        yield row
 
 
 def _float(count: Tensor | float) -> float:

@@ -61,7 +61,7 @@ def test_a_layout_that_breaks_in_the_middle_is_a_failed_row_and_the_others_go_on
     assert 0 < len(failed.times_s) < 3  # what it had measured is there
     assert [(row.layout, len(row.times_s)) for row in found.good] == [("lone", 3), ("dp3", 3)]
     assert found.exit_code == 1
-    assert f"dp2 failed: {failed.error} Its log: logs/dp2_rank_1.log" in " ".join(str(found).split())
+    assert f"dp2 failed: {failed.error} (its log: logs/dp2_rank_1.log)" in " ".join(str(found).split())
     assert f"dp2 failed: {failed.error}" in capfd.readouterr().err  # when it happens
 
     folder = keep(found, tmp_path / "bench")

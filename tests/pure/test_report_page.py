@@ -19,9 +19,12 @@ from shoal.errors import ShoalError
 from shoal.layout import Layout
 from shoal.verbs.report import ReportError, write_page
 from shoal.verbs.report.charts import Line, Ruled, lines, show_number, show_percent, size_ticks, stacked
-from shoal.verbs.report.colours import of_share
+from shoal.verbs.report.colours import of_axis, of_layout, of_runs, of_share
+from shoal.verbs.report.page import sections
+from shoal.verbs.report.parts import Table, shown
 from shoal.verbs.report.places import draw_mesh
 from shoal.verbs.report.schedule import read_picture
+from shoal.verbs.report.sources import read_all
 
 EVIL = '<script>alert("x")</script>&$x^2$'
 VOID = {"meta", "link", "br", "use", "path", "rect"}
@@ -349,6 +352,53 @@ def test_a_run_that_knows_its_hosts_is_drawn_on_them_and_one_that_does_not_is_no
     facts["world"]["hosts"][1]["ranks"] = [7]
     (run / "run.json").write_text(json.dumps(facts))
     assert "On 2 hosts" not in page_of(run).text
+
+
+def test_a_layout_has_one_colour_in_all_charts_of_lines(tmp_path: Path) -> None:
+    assert of_layout("dp2:micro=4") == of_layout("dp4") == of_axis("dp")
+    assert len({of_layout(text) for text in ("lone", "dp2", "fsdp2", "tp2", "pp2", "threads2", "pp2.tp2")}) == 7
+    page = page_of(bench_folder(tmp_path / "bench", layouts=("lone", "fsdp2", "dp2"))).text
+    for chart in ("Loss", "Relative difference from lone", "Speed-up", "Efficiency"):
+        drawing = page.partition(f"<h3>{chart}</h3>")[2].partition("</svg>")[0]
+        assert of_axis("dp") in drawing, chart
+        assert of_axis("fsdp") in drawing, chart
+
+
+def test_runs_of_one_layout_have_colours_of_their_own() -> None:
+    found = of_runs({"a": "dp2", "b": "dp2", "c": "lone"})
+    assert found["a"] == of_axis("dp")
+    assert len(set(found.values())) == 3
+
+
+def test_the_terms_of_each_table_are_explained_in_plain_sight(tmp_path: Path) -> None:
+    """Without a pointer that hovers: on a phone there is none."""
+    folders = [bench_folder(tmp_path / "a"), run_folder(tmp_path / "b"), collectives_folder(tmp_path / "c")]
+    page = page_of(*folders)
+    tables = [part for section in sections(read_all(folders)) for part in section.parts if isinstance(part, Table)]
+    plain = [table for table in tables if not table.folded and table.title != "Last evaluation"]
+    assert len(plain) > 6
+    for table in plain:
+        assert table.legend or table.prose, table.title
+    results = next(table for table in plain if table.title.startswith("Of each layout"))
+    for head in results.heads:
+        term = head.removesuffix(" predicted").partition(" (")[0].partition(",")[0]
+        assert term in results.legend or term in ("least", "most") or "/s" in term, head
+    assert page.values("title") == []
+    assert page.text.count('class="legend"') >= len(plain)
+
+
+def test_small_shares_have_two_digits_and_a_lone_process_no_backend(tmp_path: Path) -> None:
+    rows = [measured("lone", model_flops=2.13e5, versions={"backend": "none", "device": "cpu"}), measured("dp2")]
+    page = page_of(bench_folder(tmp_path / "bench", rows=rows))
+    assert "0.0012%" in page.cells
+    assert "backend" not in page.cells
+    assert [shown(share, ".1%") for share in (0.0, 0.255, 0.000213)] == ["0.0%", "25.5%", "0.021%"]
+
+
+def test_a_layout_that_failed_is_told_with_its_log(tmp_path: Path) -> None:
+    rows = [measured("lone"), measured("dp2", error="ValueError: no", log="dp2_rank_1.log")]
+    text = page_of(bench_folder(tmp_path / "bench", rows=rows)).text
+    assert "dp2 failed: ValueError: no (its log: logs/dp2_rank_1.log)" in text
 
 
 def test_bars_of_shares_end_at_one_and_nothing_makes_no_chart() -> None:

@@ -82,7 +82,7 @@ class Measured:
     @property
     def outcome(self) -> str:
         """How it ended badly, in a sentence."""
-        verb, log = ("failed", f" Its log: logs/{self.log}") if self.log else ("is refused", "")
+        verb, log = ("failed", f" (its log: logs/{self.log})") if self.log else ("is refused", "")
         return f"{self.layout} {verb}: {self.error}{log}"
 
     @property

@@ -3,6 +3,7 @@
 The eight colours of Okabe and Ito 2008 (Color Universal Design), but for their black, and two more.
 """
 
+import re
 from collections.abc import Mapping
 
 AXES: Mapping[str, str] = {
@@ -31,6 +32,7 @@ _MEMORY: Mapping[str, str] = {
     "inputs": "#882255",
     "activations": "#009e73",
 }
+_ALONE = "#0072b2"  # one process
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
 
 
@@ -42,6 +44,24 @@ def of_share(name: str) -> str:
 def of_axis(name: str) -> str:
     """Of an axis of the mesh, or of several."""
     return AXES.get(name, _SEVERAL_AXES)
+
+
+def of_layout(text: str) -> str:
+    """Of a layout, wherever it is a line: that of its axis; dashes and marks tell layouts over the same axes apart."""
+    axes = [axis for axis in AXES if re.search(rf"(^|\.){axis}[0-9]", text.partition(":")[0])]
+    return _ALONE if not axes else of_axis(axes[0]) if len(axes) == 1 else _SEVERAL_AXES
+
+
+def of_runs(layouts: Mapping[str, str]) -> dict[str, str]:
+    """Of runs by name: that of its layout, and another one where an earlier run has that layout too."""
+    firsts: dict[str, str] = {}
+    for name, text in layouts.items():
+        firsts.setdefault(text, name)
+    found = {name: of_layout(text) for text, name in firsts.items()}
+    for name in layouts:
+        left = [colour for colour in LINES if colour not in found.values()] or LINES
+        found.setdefault(name, left[0])
+    return found
 
 
 def of_memory(name: str) -> str:

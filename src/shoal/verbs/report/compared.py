@@ -1,5 +1,6 @@
 """Of a benchmark: the table of its figures, what they mean, the losses, and how they scale."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,10 +8,21 @@ from shoal.errors import LayoutError
 from shoal.layout import AXES, Layout
 from shoal.units import show_bytes
 from shoal.verbs.report.charts import Line, Ruled, lines, show_number, show_percent
-from shoal.verbs.report.colours import of_axis
+from shoal.verbs.report.colours import of_axis, of_layout
 from shoal.verbs.report.curves import losses
 from shoal.verbs.report.parts import Drawing, Figure, Part, Points, Section, Table, Words, is_finite, shown
 from shoal.verbs.report.sources import Bench, Facts
+
+_LEGEND = (
+    "layout: how the job is spread (dp replicas, fsdp shards, tp slices of layers, pp stages, threads in one process; "
+    "the number is how many; lone is one process). devices: processes, or threads of one. step: wall time of an "
+    "optimizer step, the median of the rounds, the least and the most. S, speed-up: step of the base / step, round by "
+    "round; E, efficiency: S / devices, 1 is perfect. loss against base: largest relative difference in the first "
+    "steps; rounding is about 1e-7. MFU: FLOPs that the model needs / what the devices could do in that time; HFU "
+    "counts what is computed twice too. device busy: share of the time that processors work. tensors at peak: bytes "
+    "of the rank that holds most; process or device: all that it holds. bubble predicted: share of the time in which "
+    "the pipeline's schedule leaves ranks without work."
+)
 
 
 def results(bench: Bench) -> Section:
@@ -20,15 +32,22 @@ def results(bench: Bench) -> Section:
         parts += [Words(text=_best(bench)), _table(bench)]
     else:
         parts.append(Words(text="No layout ran.", loud=True))
-    parts += [Words(text=f"{row['layout']} is refused: {row['error']}", loud=True) for row in bench.refused]
+    parts += [Words(text=_ended(row), loud=True) for row in bench.refused]
     sentences = _by_weight(bench)
     parts += [Points(lines=sentences)] if sentences else []
     return Section(title="Results", parts=parts)
 
 
+def _ended(row: Facts) -> str:
+    if row.get("log"):
+        return f"{row['layout']} failed: {row['error']} (its log: logs/{row['log']})"
+    return f"{row['layout']} is refused: {row['error']}"
+
+
 def loss_section(bench: Bench) -> Section:
     """The curves of all layouts; in weak scaling each has batches of its own."""
-    curves = {row["layout"]: list(enumerate(row["losses"], start=1)) for row in bench.good}
+    losses_of = {row["layout"]: [math.nan if v is None else v for v in row["losses"]] for row in bench.good}
+    curves = {layout: list(enumerate(values, start=1)) for layout, values in losses_of.items()}
     if not curves or bench.base is None:
         return Section(title="Loss")
     weak = (
@@ -36,7 +55,8 @@ def loss_section(bench: Bench) -> Section:
         if bench.told["mode"] == "strong"
         else ("In weak scaling each layout has batches of its own size, so its losses are its own.")
     )
-    return Section(title="Loss", parts=losses(curves, bench.base["layout"], why_apart=weak))
+    colours = {layout: of_layout(layout) for layout in curves}
+    return Section(title="Loss", parts=losses(curves, bench.base["layout"], why_apart=weak, colours=colours))
 
 
 def scaling(bench: Bench) -> Section:
@@ -156,7 +176,10 @@ def _table(bench: Bench) -> Table:
     heads += ["S", "E", "loss against base", "MFU", "HFU", "device busy", "tensors at peak", "process or device, GiB"]
     heads += ["bubble predicted"]
     return Table(
-        title=f"Of each layout, {bench.told['mode']} scaling", heads=heads, rows=[_cells(row) for row in bench.table]
+        title=f"Of each layout, {bench.told['mode']} scaling",
+        heads=heads,
+        rows=[_cells(row) for row in bench.table],
+        legend=_LEGEND,
     )
 
 

@@ -22,6 +22,7 @@ def curve(
     warm_up: bool = False,
     order: Sequence[str] = (),
     base: str = "",
+    colours: Mapping[str, str] | None = None,
 ) -> list[Part]:
     """One plot; where no curve has two points, their values as a table; nothing where there is none.
 
@@ -29,6 +30,7 @@ def curve(
         warm_up: the first point is slow for reasons of its own, and is not drawn if others follow.
         order: of all that is compared, so that each has one look in all plots.
         base: what the others are expected to lie on.
+        colours: of each name, the same in all charts of the page.
     """
     order = order or list(curves)
     curves = {name: points for name, points in curves.items() if points}
@@ -37,7 +39,8 @@ def curve(
     numbers = table(title, curves, folded=True)
     cut = {name: points[1:] if warm_up and len(points) > 2 else points for name, points in curves.items()}
     given = [
-        Line(name=name, points=points, place=order.index(name), is_base=name == base) for name, points in cut.items()
+        Line(name=name, points=points, place=order.index(name), colour=(colours or {}).get(name), is_base=name == base)
+        for name, points in cut.items()
     ]
     drawing = lines(given, x=STEP, y=y)
     if drawing is None:
@@ -47,13 +50,14 @@ def curve(
     return [Figure(title=title, drawing=drawing, finding=" ".join(filter(None, told)), table=numbers)]
 
 
-def losses(curves: Curves, base: str, *, why_apart: str = "") -> list[Part]:
+def losses(curves: Curves, base: str, *, why_apart: str = "", colours: Mapping[str, str] | None = None) -> list[Part]:
     """The losses over each other, and their relative differences from those of the base.
 
     Args:
         why_apart: why they are not expected to agree, where they are not; then no difference is drawn.
     """
-    parts = curve("Loss", curves, Ruled(label="loss"), base="" if why_apart or len(curves) == 1 else base)
+    thick = "" if why_apart or len(curves) == 1 else base
+    parts = curve("Loss", curves, Ruled(label="loss"), base=thick, colours=colours)
     others = {name: _differences(points, curves[base]) for name, points in curves.items() if name != base}
     others = {name: points for name, points in others.items() if points}
     if not others or not parts:
@@ -70,7 +74,7 @@ def losses(curves: Curves, base: str, *, why_apart: str = "") -> list[Part]:
     if same:
         finding += f" Without a point here: {several(same, 'step')} with a loss equal to the last bit."
     y = Ruled(label=f"|loss - {base}| / |{base}|", is_log=True)
-    return [*parts, *curve(f"Relative difference from {base}", others, y, finding, order=list(curves))]
+    return [*parts, *curve(f"Relative difference from {base}", others, y, finding, order=list(curves), colours=colours)]
 
 
 def table(title: str, curves: Curves, *, folded: bool = False) -> Table:

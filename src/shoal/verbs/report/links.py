@@ -7,6 +7,12 @@ from shoal.verbs.report.charts import Line, Ruled, lines, show_size
 from shoal.verbs.report.parts import Figure, Part, Points, Section, Table, Words, is_finite, shown
 from shoal.verbs.report.sources import Collectives, Facts
 
+_LEGEND = (
+    "size: of the whole buffer. algbw, algorithm bandwidth: size / time. busbw, bus bandwidth: what each link carries "
+    "by the best known algorithm, the same for any number of ranks. ring bound: the least time of a ring all-reduce "
+    "on these links."
+)
+
 
 def collectives(source: Collectives) -> Section:
     """Per axis a plot of all operations; then the fits, and what they mean."""
@@ -45,7 +51,9 @@ def _of_axis(axis: str, rows: Sequence[Facts]) -> list[Part]:
 def _table(axis: str, rows: Sequence[Facts], *, folded: bool) -> Table:
     heads = ["operation", "size", "time (median), ms", "least, ms", "most, ms", "algbw, GB/s", "busbw, GB/s"]
     heads += ["ring bound, ms", "times the bound"]
-    return Table(title=f"Times over {axis}", heads=heads, rows=[_cells(row) for row in rows], folded=folded)
+    return Table(
+        title=f"Times over {axis}", heads=heads, rows=[_cells(row) for row in rows], folded=folded, legend=_LEGEND
+    )
 
 
 def _cells(row: Facts) -> list[str]:
@@ -63,6 +71,7 @@ def _cells(row: Facts) -> list[str]:
 def _fits(fits: Sequence[Facts]) -> Table:
     return Table(
         title="time = latency + size / bandwidth",
+        legend="The straight line that is nearest to the measured times; off by at most: where it is worst.",
         heads=["operation", "over", "latency, us", "bandwidth, GB/s", "off by at most"],
         rows=[
             [

@@ -26,6 +26,12 @@ _LEDGER = {
     "lr": "learning rate at the start",
 }
 
+_LEGEND = (
+    "layout: how the job is spread over processes. data ranks: those that each take a part of the batch; "
+    "micro-batches: the parts that such a rank takes one after the other. backend: what carries messages between "
+    "processes (gloo on CPU, nccl on GPU); one process alone sends none."
+)
+
 
 def page(sources: Sequence[Source]) -> str:
     """All of it, as the text of one file."""
@@ -77,6 +83,7 @@ def what_ran(sources: Sequence[Source]) -> Section:
         heads=["", *(name for name, _ in columns)],
         rows=[[name, *(facts.get(name, "") for _, facts in columns)] for name in names],
         prose=True,
+        legend=_LEGEND,
     )
     return Section(title="What ran", parts=[table])
 
@@ -147,7 +154,7 @@ def _bench_facts(bench: Bench) -> dict[str, str]:
         "precision": str(first.get("precision", "")),
         "CPU threads per device": str(first.get("threads", "")),
         "cores": str(told.get("cores", "")),
-        **_plain(first.get("versions") or {}),
+        **{name: text for name, text in _plain(first.get("versions") or {}).items() if text != "none"},
         "took": _took(told.get("seconds")),
     }
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeGuard
 
+from shoal.units import show_share
+
 _HUGE = 1e100
 _LONG = 1e12  # a figure of so many digits is written with an exponent
 _MOST_LETTERS = 400
@@ -42,7 +44,11 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells as text; the first column names the row. `folded` until somebody asks; `prose` where cells are words."""
+    """Cells as text; the first column names the row. `folded` until somebody asks; `prose` where cells are words.
+
+    Attributes:
+        legend: what each head and term means, for who has not met it.
+    """
 
     kind: ClassVar[str] = "table"
     title: str
@@ -50,6 +56,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     folded: bool = False
     prose: bool = False
+    legend: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,8 @@ def is_finite(value: object) -> TypeGuard[float]:
 def shown(value: object, form: str = ".4g") -> str:
     """A figure, or what is there instead of one."""
     if is_finite(value):
+        if form == ".1%" and abs(value) < 0.01:
+            return show_share(value)
         return format(value, form if abs(value) < _LONG else ".4g")
     return "n/a" if value is None else f"{value}"[:_MOST_LETTERS]
 

@@ -9,6 +9,20 @@ from shoal.verbs.report.parts import Figure, Part, Section, Table, Words, is_fin
 from shoal.verbs.report.sources import Bench
 
 _MAX_BARS = 24
+_MEMORY = (
+    "parameters: the weights that the rank keeps. gathered: weights of other ranks, for the moment. gradients and "
+    "optimizer: one, and with Adam two numbers for each weight. inputs: the batch. activations: what the forward "
+    "keeps for the backward."
+)
+_MEANINGS = {
+    "data": "data: waiting for the next batch.",
+    "compute": "compute: forward and backward.",
+    "comm": "comm, by axis: standing still for messages, as far as they are not hidden behind computing.",
+    "bubble": "bubble: without work by the pipeline's schedule.",
+    "waiting": "waiting: for the rank that comes last.",
+    "update": "update: norm, clipping, optimizer.",
+    "other": "other: logging, and what is between.",
+}
 _LAST = ("bubble", "waiting", "update", "data", "other")  # of a step; compute and messages come before
 
 
@@ -24,6 +38,7 @@ def spent(bench: Bench) -> Section:
         title="The same in numbers: means over ranks",
         heads=["layout", *names],
         rows=[[layout, *rows_of(of, names, ".1%")] for layout, of in bars.items()],
+        legend=" ".join(text for name, text in _MEANINGS.items() if any(found.startswith(name) for found in names)),
     )
     figure = Figure(title="Shares of a step's wall time", drawing=drawing, finding=_worst(bars))
     return Section(title="Where the step goes", parts=[figure, numbers])
@@ -48,7 +63,7 @@ def memory(bench: Bench) -> Section:
         [name, *(show_bytes(of[part]) if part in of else "" for part in names), show_bytes(sum(of.values()))]
         for name, of in shown.items()
     ]
-    numbers = Table(title="The same in numbers", heads=["layout, rank", *names, "sum"], rows=cells)
+    numbers = Table(title="The same in numbers", heads=["layout, rank", *names, "sum"], rows=cells, legend=_MEMORY)
     parts: list[Part] = [Figure(title="Tensors at the peak of a rank", drawing=drawing, finding=finding), numbers]
     if len(bars) > len(shown):
         parts.append(Words(text=f"The first {len(shown)} of {len(bars)} different ranks are shown."))
@@ -77,6 +92,8 @@ def wire(bench: Bench) -> Section:
         title="The same in numbers",
         heads=["layout", *(head for head, _, _ in columns)],
         rows=[[name, *(_size(of[name].get(axis)) for _, axis, of in columns)] for name in bars],
+        legend="A column is an axis of the mesh (dp replicas, fsdp shards, tp slices, pp stages). by formula: what a "
+        "textbook counts for the messages of that axis, without sums of a few numbers.",
     )
     figure = Figure(title="Sent per step by the rank that sends most", drawing=drawing, finding=finding)
     return Section(title="Bytes on the wire", parts=[figure, numbers])

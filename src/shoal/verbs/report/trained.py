@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from shoal.verbs.report.charts import Ruled, show_percent
+from shoal.verbs.report.colours import of_runs
 from shoal.verbs.report.curves import Curves, curve, finite, losses
 from shoal.verbs.report.parts import Part, Section, Table, Words, shown
 from shoal.verbs.report.sources import Run
@@ -18,6 +19,13 @@ _FIGURES = (
     ("Learning rate", "train/lr", "learning rate", False),
 )
 
+_LEGEND = (
+    "step time: wall time of an optimizer step, between two logged steps. tokens/s, samples/s: of all devices "
+    "together. MFU: FLOPs that the model needs / what the devices could do in that time; n/a where that is not known. "
+    "waiting for data: share of the time in which the next batch was not there yet. peak: the most that one process, "
+    "or one device, has held."
+)
+
 
 def loss_section(runs: Sequence[Run]) -> Section:
     """Losses over each other; differences only between runs of one job."""
@@ -29,7 +37,8 @@ def loss_section(runs: Sequence[Run]) -> Section:
         return Section(title="Loss", parts=[Words(text=note)] if note else [])
     with_loss = [run for run in runs if run.title in curves]
     base = next((run for run in with_loss if run.layout == "lone"), with_loss[0])
-    return Section(title="Loss", parts=losses(curves, base.title, why_apart=_why_apart(with_loss, base)))
+    why = _why_apart(with_loss, base)
+    return Section(title="Loss", parts=losses(curves, base.title, why_apart=why, colours=_colours(runs)))
 
 
 def figures(runs: Sequence[Run]) -> Section:
@@ -40,7 +49,7 @@ def figures(runs: Sequence[Run]) -> Section:
         if has_tokens and key == "perf/samples_per_s":
             continue
         y = Ruled(label=unit, show=show_percent) if key == "perf/mfu" else Ruled(label=unit)
-        parts += curve(title, _curves(runs, key), y, warm_up=warms_up)
+        parts += curve(title, _curves(runs, key), y, warm_up=warms_up, colours=_colours(runs))
     return Section(title="Over the steps", parts=parts)
 
 
@@ -52,12 +61,16 @@ def evaluation(runs: Sequence[Run]) -> Section:
         curves = _curves(runs, key)
         if any(len(points) > 1 for points in curves.values()):
             name = key.removeprefix("eval/")
-            parts += curve(f"Evaluation: {name}", curves, Ruled(label=name))
+            parts += curve(f"Evaluation: {name}", curves, Ruled(label=name), colours=_colours(runs))
     last = [[run.title, *(_last(run, key) for key in keys)] for run in runs]
     heads = ["run", *(key.removeprefix("eval/") for key in keys)]
     return Section(
         title="Evaluation", parts=[*parts, Table(title="Last evaluation", heads=heads, rows=last)] if keys else []
     )
+
+
+def _colours(runs: Sequence[Run]) -> dict[str, str]:
+    return of_runs({run.title: run.layout for run in runs})
 
 
 def _curves(runs: Sequence[Run], key: str) -> Curves:
@@ -72,7 +85,7 @@ def _last(run: Run, key: str) -> str:
 def _summary(runs: Sequence[Run]) -> Table:
     heads = ["run", "last loss", "step time (median), ms", "tokens/s (median)", "samples/s (median)", "MFU (median)"]
     heads += ["waiting for data (median)", "peak of a process or device, GiB"]
-    return Table(title="Of each run", heads=heads, rows=[_summary_row(run) for run in runs])
+    return Table(title="Of each run", heads=heads, rows=[_summary_row(run) for run in runs], legend=_LEGEND)
 
 
 def _summary_row(run: Run) -> list[str]:
