@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from daemons import Slurm, until
 from netns import Net, why_not
-from test_ssh import DRILL, EXACT, ROOT, assert_same_training
+from test_ssh import DRILL, EXACT, ROOT, assert_same_training, train_alone
 
 MANY = ("--set", "precision=fp64", "--steps", "100000", "--save-every", "1000000")
 
@@ -23,11 +23,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield Slurm(net)
     finally:
         net.close()
-
-
-def lone(folder: Path, name: str, *words: str) -> None:
-    command = [sys.executable, "-m", "shoal", "train", "my_job.py", *words, "--run", name]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
 
 
 def write_file(slurm: Slurm, file: str, *words: str) -> str:
@@ -55,7 +50,7 @@ def test_srun_starts_ranks_on_two_nodes_that_train_what_one_process_does(slurm):
     train = [sys.executable, "-m", "shoal", "train", "my_job.py", "--layout", "dp2", *EXACT, "--run", "ranks"]
     done = slurm.run("srun", "-N", "2", "-n", "2", *train, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    lone(slurm.folder, "lone", *EXACT)
+    train_alone(slurm.folder, "lone")
     assert_same_training(slurm.folder, "ranks", "lone")
 
 
@@ -68,7 +63,7 @@ def test_the_file_for_sbatch_trains_on_two_nodes_and_a_plain_script_runs_too(slu
     said = (slurm.folder / f"my-job-{job}.out").read_text()
     assert slurm.state(job) == "COMPLETED", said
     assert "done at step 6" in said
-    lone(slurm.folder, "lone4", *EXACT)
+    train_alone(slurm.folder, "lone4")
     assert_same_training(slurm.folder, "filed", "lone4")
 
     (slurm.folder / "script.py").write_text("import os\nprint('RANK', os.environ['RANK'], os.environ['WORLD_SIZE'])\n")

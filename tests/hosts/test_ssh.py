@@ -13,6 +13,7 @@ from daemons import start_sshd
 from netns import Net, why_not
 from safetensors.torch import load_file
 
+from shoal import train
 from shoal.checkpoint import export
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,12 @@ def shoal(net: Net, *words: str, timeout: float = 100) -> "subprocess.CompletedP
     return net[0].run(sys.executable, "-m", "shoal", *words, cwd=net.shared, env=settings, timeout=timeout)
 
 
+def train_alone(folder: Path, name: str, **fields: str) -> None:
+    """The same job in this one process."""
+    fields |= {"precision": "fp64"}
+    assert train(str(folder / "my_job.py"), steps=6, run=str(folder / name), set=fields).exit_code == 0
+
+
 def assert_same_training(folder: Path, name: str, other: str) -> None:
     """Losses and weights of two runs, in float64."""
     losses, weights = [], []
@@ -90,8 +97,7 @@ def test_two_hosts_train_over_ssh_what_one_process_does(net):
     done = shoal(net, "train", "my_job.py", "--layout", "dp2", *EXACT, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done at step 6" in done.stdout
-    lone = [sys.executable, "-m", "shoal", "train", "my_job.py", *EXACT, "--run", "lone"]
-    subprocess.run(lone, cwd=net.shared, check=True, capture_output=True, timeout=60)
+    train_alone(net.shared, "lone")
     assert_same_training(net.shared, "two", "lone")
 
 
@@ -110,8 +116,7 @@ def test_three_ranks_on_two_hosts_train_what_one_process_does(net):
     words = ("--hosts", "h1:2,h2:1", "--set", "batch_size=33")
     done = shoal(net, "train", "my_job.py", "--layout", "dp3", *EXACT, *words, "--run", "three")
     assert done.returncode == 0, done.stdout + done.stderr
-    lone = [sys.executable, "-m", "shoal", "train", "my_job.py", *EXACT, "--set", "batch_size=33", "--run", "lone33"]
-    subprocess.run(lone, cwd=net.shared, check=True, capture_output=True, timeout=60)
+    train_alone(net.shared, "lone33", batch_size="33")
     assert_same_training(net.shared, "three", "lone33")
 
 
