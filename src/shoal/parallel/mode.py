@@ -45,7 +45,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
 def _same_attributes(model: nn.Module) -> Iterator[None]:
     """Afterwards each module has the attributes of its own that it had, and lists, dicts and tensors in them hold the
     same."""
-    before = [(module, _own(module)) for module in model.modules()]
+    before = [(module, own_attributes(module)) for module in model.modules()]
     held = [(value, copy.copy(value)) for _, own in before for value in own.values() if isinstance(value, list | dict)]
     tensors = [value for _, own in before for value in own.values() if isinstance(value, torch.Tensor)]
     values = [tensor.detach().clone() for tensor in tensors]
@@ -53,7 +53,7 @@ def _same_attributes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, own in before:
-            for key in _own(module).keys() - own.keys():
+            for key in own_attributes(module).keys() - own.keys():
                 del module.__dict__[key]
             module.__dict__.update(own)
         for container, content in held:
@@ -64,7 +64,7 @@ def _same_attributes(model: nn.Module) -> Iterator[None]:
                 tensor.detach().copy_(value)
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _TORCHS and not key.startswith("_shoal")}
 
 

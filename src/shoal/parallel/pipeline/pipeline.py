@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shoal.errors import JobError, LayoutError
 from shoal.parallel.blocks import find_blocks
+from shoal.parallel.mode import evaluating
 from shoal.parallel.parts import Part
 from shoal.parallel.pipeline.atoms import find_atoms
-from shoal.parallel.pipeline.program import Cut, balance, holders
+from shoal.parallel.pipeline.holding import Guard, check, emptied, named_tensors, names_below, put
+from shoal.parallel.pipeline.program import Cut, Program, balance, holders
 from shoal.parallel.pipeline.reduce import LateReduction
 from shoal.parallel.pipeline.schedule import Schedule, schedule_name, stages_of
 from shoal.parallel.pipeline.skeleton import Skeleton
 from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
 from shoal.parallel.pipeline.streams import Seed, Streams, no_seed
-from shoal.parallel.pipeline.walk import Finished, StageWalk, View
+from shoal.parallel.pipeline.values import mapped
+from shoal.parallel.pipeline.walk import Finished, StageWalk, View, returned
 from shoal.parallel.swap import become
 from shoal.units import show_count
 from shoal.world import World
@@ -64,7 +66,7 @@ class Pipeline:
             raise LayoutError(
                 f"{world.layout} has {world.layout.num_stages} stages, and stages() names {len(stated)}. Change one."
             )
-        _check(model)
+        check(model)
         self._world, self._model, self._stated = world, model, stated
         self._num_stages = world.layout.num_stages
         self.atoms = find_atoms(model, self._num_stages, stated)
@@ -75,7 +77,13 @@ class Pipeline:
         self._skeleton = Skeleton(model, world, self.atoms, self._view)
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = no_seed
+        self._sample_call = sample
         _, self._sample = self._skeleton.program(*sample)
+        if self._sample.moves_state and world.layout.num_stages > world.layout.pp:
+            raise LayoutError(
+                f"{world.layout}: the model's own forward changes attributes of the model (a counter), and a rank with "
+                "several stages runs it once for each. Take a schedule with one stage per rank, 1f1b or gpipe."
+            )
         self._work = self._measured(costs)
         self.owner: dict[str, int] = {}
         self.shares: list[float] = []
@@ -188,13 +196,13 @@ class Pipeline:
         layout = self._world.layout
         rank = self._world.mesh.coordinate(self._world.rank, "pp")
         rank_of = {stage: r for r in range(layout.pp) for stage in stages_of(layout, r)}
-        contents = {atom: _names_below(self._skeleton.model, atom) for atom in self.atoms}
-        found = holders(self._sample, self._sample_cut, contents)
+        self._contents = contents = {atom: names_below(self._skeleton.model, atom) for atom in self.atoms}
+        self._holders = found = self._all_holders()
         for atom, stage in self.owner.items():
             for name in contents[atom]:
                 found.setdefault(name, set()).add(stage)
         named: dict[int, tuple[Tensor, list[str]]] = {}
-        for name, tensor in _named_tensors(self._model):
+        for name, tensor in named_tensors(self._model):
             named.setdefault(id(tensor), (tensor, []))[1].append(name)
         shapes = dict(self._skeleton.model.named_parameters(remove_duplicate=False))
         self._stages_of_param: dict[str, set[int]] = {}
@@ -210,9 +218,9 @@ class Pipeline:
                 ranks = list(range(layout.pp))  # it cannot be empty: all hold it, and have its whole gradient
             if isinstance(tensor, nn.Parameter):
                 self._holders_of_param[names[0]], self._stages_of_param[names[0]] = ranks, stages
-            own = tensor if rank in ranks else _emptied(tensor, parts[names[0]].shape)
+            own = tensor if rank in ranks else emptied(tensor, names[0], parts[names[0]].shape)
             for name in names:
-                _put(self._model, name, own)
+                put(self._model, name, own)
                 if name in parts:
                     part = replace(parts[name], axes=(*parts[name].axes, "pp"))
                     if rank not in ranks:
@@ -221,6 +229,29 @@ class Pipeline:
             if own is not tensor and isinstance(own, nn.Parameter):
                 self._shapes[id(own)] = shapes[names[0]]
         return held
+
+    def _all_holders(self) -> dict[str, set[int]]:
+        """By name of a tensor its stages: of the sample in training, and as the model runs in evaluation."""
+        found = holders(self._sample, self._sample_cut, self._contents)
+        if self._skeleton.is_dry:
+            return found
+        with evaluating(self._model), torch.no_grad():
+            self._skeleton.follow()
+            _, program = self._skeleton.program(*self._sample_call)
+            cut = Cut.of(program, self.owner, self._num_stages)
+            for name, stages in holders(program, cut, self._contents).items():
+                found.setdefault(name, set()).update(stages)
+        self._skeleton.follow()
+        return found
+
+    def _check_holders(self, program: Program, cut: Cut) -> None:
+        """A forward of other shapes, or in another mode, uses nothing in a stage that does not have it."""
+        for name, stages in holders(program, cut, self._contents).items():
+            if beyond := stages - self._holders.get(name, set(range(self._num_stages))):
+                raise JobError(
+                    f"the model's own forward uses {name} in stage {min(beyond)} for inputs of this shape, and did not "
+                    "for shoal's sample of two, by which the pipeline was cut. Use it always, or inside of a module."
+                )
 
     def _params_of(self, stage: int) -> list[nn.Parameter]:
         named = dict(self._model.named_parameters())
@@ -231,7 +262,9 @@ class Pipeline:
     def _plan(self, args: Any, kwargs: Any) -> Plan:
         key, program = self._skeleton.program(args, kwargs)
         if key not in self._plans:
-            self._plans[key] = Plan(program, Cut.of(program, self.owner, self._num_stages))
+            cut = Cut.of(program, self.owner, self._num_stages)
+            self._check_holders(program, cut)
+            self._plans[key] = Plan(program, cut)
         return self._plans[key]
 
     def spans(self) -> list[tuple[int, str, int, float, float]]:
@@ -262,8 +295,13 @@ class Pipeline:
         """
         self._around, self._seed = around, seed
         chunks = self.prepare(calls, has_backward=has_backward, around=around)
+
+        def guarded(output: Any, number: int) -> Any:
+            with Guard():
+                return on_output(output, number)
+
         with self._gathered(has_backward):
-            self._schedule.run(chunks, on_output, has_backward=has_backward)
+            self._schedule.run(chunks, guarded, has_backward=has_backward)
 
     def prepare(
         self,
@@ -303,7 +341,9 @@ class Pipeline:
             return walk.leaves()  # nothing of it runs for this micro-batch; it passes on
         try:
             with self._around(), self._view.walking(walk):
-                output = self._model(*chunk.args, **chunk.kwargs)
+                # Containers of its own: a forward may take things out of a dict that it is given.
+                args, kwargs = mapped(lambda tensor: tensor, (chunk.args, chunk.kwargs))
+                output = self._model(*args, **kwargs)
         except Finished:
             return walk.leaves()
         return output if stage == self._num_stages - 1 else walk.leaves()
@@ -315,7 +355,7 @@ class Pipeline:
             return self._whole(args, kwargs)
         assert isinstance(walk, StageWalk)
         with walk:
-            output = call(*args, **kwargs)
+            output = returned(call(*args, **kwargs))
         return walk.end(output)
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
@@ -329,7 +369,7 @@ class Pipeline:
         self.run([(args, kwargs)], lambda output, number: found.append(output), has_backward=False)
         result = found[0] if found else self._plan(args, kwargs).program.result
         source = dist.get_global_rank(self._group, self._last_rank)
-        return tree_map_only(Tensor, lambda tensor: self._shared(tensor, source), result)
+        return mapped(lambda tensor: self._shared(tensor, source), result)
 
     def _shared(self, tensor: Tensor, source: int) -> Tensor:
         if self._world.rank == source:
@@ -359,36 +399,3 @@ def _listed(atoms: Sequence[str]) -> str:
         else:
             runs.append([atom])
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-
-
-def _check(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise JobError(
-                f"{name} has sparse gradients (sparse=True), which a pipeline does not add up. Take dpN, or "
-                "sparse=False."
-            )
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _names_below(model: nn.Module, atom: str) -> list[str]:
-    return [f"{atom}.{name}" for name, _ in _named_tensors(model.get_submodule(atom))]
-
-
-def _emptied(tensor: Tensor, whole: Sequence[int]) -> Tensor:
-    """No rows of the whole tensor, whatever tensor parallelism has left of it here."""
-    empty = tensor.detach().new_empty((0, *whole[1:]))
-    if not isinstance(tensor, nn.Parameter):
-        return empty
-    param = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    param.__dict__.update(tensor.__dict__)  # what a job wrote on it
-    return param
-
-
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]

@@ -32,6 +32,7 @@ class Call:
         params: names of the parameters that take part.
         writes: the values that it changes in place, and all that share memory with them.
         changed: of a function, which of the tensors that it is given it changes, by place.
+        draws: a function that draws random numbers.
     """
 
     atom: str
@@ -41,6 +42,7 @@ class Call:
     params: frozenset[str] = frozenset()
     writes: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Program:
     returns: tuple[int, ...] = ()
     result: Any = None  # what it returns, values as shapes
     outputs: dict[int, Any] = field(default_factory=dict)  # by place: what a call gives, values as shapes
+    has_effects: bool = False  # it leaves hooks or state of its own behind, so no stage may leave it early
+    moves_state: bool = False  # the latter
 
     @property
     def atoms(self) -> list[str]:

@@ -12,10 +12,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.dry import dry_mode
 from shoal.errors import LayoutError
+from shoal.parallel.mode import own_attributes
 from shoal.parallel.pipeline.program import Program
 from shoal.parallel.pipeline.survey import Survey
-from shoal.parallel.pipeline.walk import NO_NUMBERS, View, versions_of
+from shoal.parallel.pipeline.values import number_of, versions_of
+from shoal.parallel.pipeline.walk import NO_NUMBERS, View, returned
+from shoal.parallel.writes import memory_of
 from shoal.world import World
+
+_LISTS = (list, tuple, dict)
+_NUMBERS = (int, float, bool, str, complex)
 
 
 class Skeleton:
@@ -33,6 +39,10 @@ class Skeleton:
         self._names: dict[int, str] = {}
         self.model = self._copied(original, atoms)
         view.put_on(self.model, list(atoms))
+        inside = [f"{atom}." for atom in atoms]
+        self._beside = [
+            m for n, m in self.model.named_modules() if not any(f"{n}.".startswith(each) for each in inside)
+        ]
         self._programs: dict[Any, Program] = {}
         self._modes: Any = None
         self.follow()
@@ -79,20 +89,25 @@ class Skeleton:
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in tree_leaves((args, kwargs))
         ]
-        half = torch.get_autocast_dtype(self._world.device.type) if torch.is_autocast_enabled() else None
+        device = self._world.device.type
+        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         key = (tuple(leaves), tuple(map(tuple, self._modes)), torch.is_grad_enabled(), half)
         if key not in self._programs:
             self._programs[key] = self._survey(args, kwargs)
         return key, self._programs[key]
 
     def _survey(self, args: Any, kwargs: Any) -> Program:
-        survey = Survey(self._mode, self._names)
+        params_in = {memory_of(param): name for name, param in self.model.named_parameters()}
+        survey = Survey(self._mode, self._names, params_in, is_dry=self.is_dry)
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # each stage is given the batch as it was
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = versions_of(given)
         try:
             with _unchanged(self.model), self._view.walking(survey), survey:
-                output = self.model(*args, **kwargs)
+                before = [_state(module) for module in self._beside]
+                output = returned(self.model(*args, **kwargs))
+            survey.program.moves_state = self._state_moves(before)
+            survey.program.has_effects |= survey.program.moves_state
         except NO_NUMBERS as error:
             raise LayoutError(
                 f"{self._world.layout}: the model's own forward asks for numbers where a pipeline has shapes alone "
@@ -105,6 +120,40 @@ class Skeleton:
                 "stage of a pipeline is called with it. Let it make a new tensor, as x = x - mean does."
             )
         return survey.end(output)
+
+    def _state_moves(self, before: Sequence[dict[str, tuple[Any, ...]]]) -> bool:
+        """Whether the forward has changed what the modules beside the atoms keep.
+
+        Raises:
+            LayoutError: it keeps what modules have made.
+        """
+        moved = False
+        for module, old in zip(self._beside, before, strict=True):
+            new = _state(module)
+            changed = [value for key, value in new.items() if not _is_same(old.get(key, ()), value)]
+            moved |= bool(changed)
+            kept = [leaf for value in changed for leaf in value]
+            if any(isinstance(leaf, Tensor) and number_of(leaf) is not None for leaf in kept):
+                raise LayoutError(
+                    f"{self._world.layout}: the forward of {type(module).__name__} keeps what its modules have made, "
+                    "for the next forward, and in a pipeline each stage has a part of it. Return it, and give it to "
+                    "the next forward; or keep it inside of the module that makes it."
+                )
+        return moved
+
+
+def _state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What it keeps as attributes of its own; of lists and dicts what they hold, too."""
+    held = own_attributes(module)
+    inner = {key: tuple(v.values() if isinstance(v, dict) else v) for key, v in held.items() if isinstance(v, _LISTS)}
+    return {key: (value, *inner.get(key, ())) for key, value in held.items()}
+
+
+def _is_same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    same = (
+        a is b or (type(a) is type(b) and isinstance(a, _NUMBERS) and a == b) for a, b in zip(old, new, strict=False)
+    )
+    return len(old) == len(new) and all(same)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,21 +17,22 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from shoal.errors import LayoutError
 from shoal.parallel.pipeline.program import Call, Meta, Program
-from shoal.parallel.pipeline.walk import (
-    NO_NUMBERS,
+from shoal.parallel.pipeline.values import (
     SIDE,
-    Walk,
     changed_of,
     leaves_in,
     made_by,
     name_of,
     number_of,
-    run_atom,
     tensors_in,
     uses_of,
     versions_of,
 )
+from shoal.parallel.pipeline.walk import HOOKS, NO_NUMBERS, Walk, run_atom
 from shoal.parallel.writes import memory_of, written_by
+
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 
 
 class Survey(Walk):
@@ -39,22 +41,36 @@ class Survey(Walk):
     Args:
         mode: of the fake tensors.
         names: of the parameters, by id.
+        params_in: the same by their memory.
     """
 
-    def __init__(self, mode: FakeTensorMode, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, names: Mapping[int, str], params_in: Mapping[int, str], *, is_dry: bool
+    ) -> None:
         super().__init__()
         self.program = Program()
         self._mode, self._names = mode, names
+        self._leaks_show = not is_dry
         self._in_memory: dict[int, list[tuple[int, Tensor]]] = {}  # by storage, which their tensors keep alive: values
+        self._made: list[Tensor] = []  # by number
+        self._params_in = params_in  # by storage: the names of parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in leaves_in(args, kwargs or {}) if self._leaks_show else ():
+            if isinstance(leaf, FakeTensor) and id(leaf) not in self._names and number_of(leaf) is None:
+                self._check_leak(leaf, name_of(func))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run it, and note what it used and made."""
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         _check_sides(tensors, name_of(func))
+        self._check_function(func, tensors)
         versions = versions_of(tensors)
         uses = uses_of(tensors)
         try:
-            out = func(*args, **kwargs)
+            with _Writes() as writes:
+                out = func(*args, **kwargs)
         except NO_NUMBERS as error:
             raise LayoutError(
                 f"the model's own forward decides between its modules by numbers that parameters have made "
@@ -62,6 +78,7 @@ class Survey(Walk):
             ) from error
         written = tuple(changed_of(tensors, versions))
         changed = [tensors[place] for place in written]
+        self._check_no_parameter(changed, name_of(func))
         plain = next((t for t in changed if number_of(t) is None), None)
         if plain is not None:
             raise LayoutError(
@@ -70,7 +87,9 @@ class Survey(Walk):
                 "torch.stack, or do it inside of a module."
             )
         place, made = self.place, made_by(out, changed)
-        self._note("", name_of(func), uses, made, self._params(tensors), self._sharers(changed), written)
+        self.program.has_effects |= func in HOOKS
+        call = Call("", name_of(func), uses, (), frozenset(self._params(tensors)), self._sharers(changed), written)
+        self._note(replace(call, draws=writes.draws), made)
         if made and not changed and not {id(t) for t in made} & {id(t) for t in tensors}:
             self.program.outputs[place] = out
         return out
@@ -109,7 +128,7 @@ class Survey(Walk):
             if id(tensor) not in kept_before | returned:
                 tensor.__dict__[SIDE] = name
         self.program.outputs[self.place] = out
-        self._note(name, name, uses, made_by(out, []), touched.names, self._sharers(changed))
+        self._note(Call(name, name, uses, (), frozenset(touched.names), self._sharers(changed)), made_by(out, []))
         return out
 
     def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -128,6 +147,9 @@ class Survey(Walk):
     def end(self, output: Any) -> Program:
         """The program, given what the model has returned."""
         _check_sides(tensors_in(output), "the end")
+        # Only now: within a function of autograd's own, and before its view was written, a tensor has no gradient.
+        for number, tensor in enumerate(self._made):
+            self.program.values[number] = replace(self.program.values[number], requires_grad=tensor.requires_grad)
         self.program.returns, self.program.result = uses_of(tensors_in(output)), output
         return self.program
 
@@ -142,22 +164,49 @@ class Survey(Walk):
         found = [number for tensor in tensors for number, _ in self._in_memory.get(memory_of(tensor), ())]
         return tuple(dict.fromkeys(found))
 
-    def _note(
-        self,
-        atom: str,
-        name: str,
-        uses: tuple[int, ...],
-        made: list[Tensor],
-        params: set[str],
-        writes: tuple[int, ...] = (),
-        changed: tuple[int, ...] = (),
-    ) -> None:
-        if made or atom:
+    def _note(self, call: Call, made: list[Tensor]) -> None:
+        """A call that is done; what it has made is numbered."""
+        if made or call.atom:
             makes = self._number(made)
-            self.program.calls.append(Call(atom, name, uses, makes, frozenset(params), writes, changed))
+            self.program.calls.append(replace(call, makes=makes))
             self.program.values += [Meta(tuple(t.shape), t.dtype, t.requires_grad) for t in made]
+            self._made += made
             for number, tensor in zip(makes, made, strict=True):
                 self._in_memory.setdefault(memory_of(tensor), []).append((number, tensor))
+
+    def _check_leak(self, tensor: Tensor, reader: str) -> None:
+        """What has no numbers here was made inside of a module, if it was not returned by one."""
+        if SIDE not in tensor.__dict__:
+            raise LayoutError(
+                f"the model's own forward reads a tensor of shape {tuple(tensor.shape)} ({reader}) that one of its "
+                "modules has made, or holds, and has not returned: in a pipeline only one stage has it. Let the module "
+                "return it beside its output."
+            )
+
+    def _check_function(self, func: Any, tensors: list[Tensor]) -> None:
+        """What no stage can do by itself, done between modules."""
+        if func in _GRADIENTS:
+            raise LayoutError(
+                f"the model's own forward calls torch.autograd.{func.__name__} between its modules, and each stage of "
+                "a pipeline has a part of the graph alone. Do it inside of one module, or take a layout without pp."
+            )
+        if func == _SET_DATA and isinstance(tensors[0], nn.Parameter):
+            self._check_no_parameter(tensors[:1], ".data =")
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._names:
+                raise LayoutError(
+                    f"the model's own forward reads a parameter of shape {tuple(tensor.shape)} ({name_of(func)}) that "
+                    "is none of the model's own: it lies in a closure, or in a plain list. Let the model have it as an "
+                    "attribute, and read it there."
+                )
+
+    def _check_no_parameter(self, changed: list[Tensor], writer: str) -> None:
+        found = next((name for tensor in changed if (name := self._params_in.get(memory_of(tensor)))), None)
+        if found is not None:
+            raise LayoutError(
+                f"the model's own forward writes into {found} ({writer}, between its modules): only one stage of a "
+                "pipeline would do it. Do it in the optimizer's step, or inside of the module that uses it."
+            )
 
 
 def _check_no_checkpoint(name: str) -> None:
@@ -248,6 +297,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
         self.memory: set[int] = set()
+        self.draws = False  # whether any draws random numbers
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -255,6 +305,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.memory |= written_by(func, args, kwargs or {})
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 

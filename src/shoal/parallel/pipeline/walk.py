@@ -7,10 +7,12 @@ of the model is kept: what the model decides in Python it decides anew in each f
 """
 
 import contextlib
+import numbers
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -19,22 +21,29 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import JobError
 from shoal.parallel.pipeline.program import Cut, Program
+from shoal.parallel.pipeline.values import (
+    AWAY,
+    ELSEWHERE,
+    NUMBER,
+    is_followed,
+    leaves_in,
+    made_by,
+    mapped,
+    name_of,
+    tensors_in,
+    uses_of,
+)
 from shoal.parallel.swap import become
-from shoal.parallel.writes import memory_of
 
-_NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
-_ELSEWHERE = "_shoal_elsewhere"  # of a tensor: it is a shape, and its numbers are in another stage
 _WALK = "_shoal_walk"  # of an atom: where its walk is found, and its name
-SIDE = "_shoal_side"  # of a tensor: the atom that keeps it as an attribute
-_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
+HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # a property of C
-_NUMBERS = (int, float, bool, str)
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_NUMBERS = (numbers.Number, np.generic, str)
 NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -58,7 +67,7 @@ class Walk(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_is_followed(leaf) for leaf in leaves_in(args, kwargs)):
+        if any(is_followed(leaf) for leaf in leaves_in(args, kwargs)):
             return self.function(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -74,66 +83,9 @@ class Walk(TorchFunctionMode):
         """The next numbers, written on these tensors."""
         first, self._next_value = self._next_value, self._next_value + len(made)
         for number, tensor in enumerate(made, first):
-            tensor.__dict__[_NUMBER] = number
+            tensor.__dict__[NUMBER] = number
         self.place += 1
         return tuple(range(first, self._next_value))
-
-
-def _is_followed(leaf: Any) -> bool:
-    known = getattr(leaf, "__dict__", ())
-    return isinstance(leaf, nn.Parameter) or _NUMBER in known or SIDE in known
-
-
-def leaves_in(args: Any, kwargs: Any) -> list[Any]:
-    leaves = [*args, *kwargs.values()] if kwargs else list(args)
-    is_flat = all(type(leaf) in _PLAIN or isinstance(leaf, Tensor) for leaf in leaves)
-    return leaves if is_flat else tree_leaves(leaves)
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [tree] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def mapped(convert: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """As torch's `tree_map_only` of tensors; in what calls are mostly made of many times as quick."""
-    if isinstance(tree, Tensor):
-        return convert(tree)
-    kind = type(tree)
-    if kind in _PLAIN:
-        return tree
-    if kind is tuple or kind is list:
-        return kind([mapped(convert, leaf) for leaf in tree])
-    if kind is dict:
-        return {key: mapped(convert, leaf) for key, leaf in tree.items()}
-    return tree_map_only(Tensor, convert, tree)
-
-
-def number_of(tensor: Tensor) -> int | None:
-    return tensor.__dict__.get(_NUMBER)
-
-
-def name_of(func: Any) -> str:
-    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
-
-
-def versions_of(tensors: list[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def changed_of(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """The places of those with another version than before; of several in one memory the first: a view's base."""
-    now = versions_of(tensors)
-    first: dict[int, int] = {}  # by memory
-    for place, (before, after) in enumerate(zip(versions, now, strict=True)):
-        if before != after:
-            first.setdefault(memory_of(tensors[place]), place)
-    return list(first.values())
-
-
-def made_by(out: Any, changed: list[Tensor]) -> list[Tensor]:
-    """The tensors that a function has made or changed, each once."""
-    found = [t for t in tensors_in(out) if not isinstance(t, nn.Parameter)] + changed
-    return list({id(t): t for t in found}.values())
 
 
 def run_atom(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -142,12 +94,27 @@ def run_atom(module: nn.Module, args: Any, kwargs: Any) -> Any:
     So a value has one number in the eyes of every stage.
     """
     given = {id(leaf) for leaf in leaves_in(args, kwargs)}
-    out = nn.Module.__call__(module, *args, **kwargs)
+    out = super(Atom, module).__call__(*args, **kwargs)  # type: ignore[misc]  # of the user's class
     return mapped(lambda t: t.view_as(t) if id(t) in given or isinstance(t, nn.Parameter) else t, out)
 
 
-def uses_of(tensors: list[Tensor]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(n for n in map(number_of, tensors) if n is not None))
+def returned(output: Any) -> Any:
+    """What a model returns, within its walk: a parameter among it becomes a value, so that one stage gives it."""
+    return mapped(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor, output)
+
+
+def check_is_here(tensors: list[Tensor], reader: str) -> None:
+    """No tensor among these is of another stage.
+
+    Raises:
+        JobError: one is; in a pipeline it would be read as empty.
+    """
+    for tensor in tensors:
+        if (name := tensor.__dict__.get(AWAY)) is not None:
+            raise JobError(
+                f"{reader} reads {name}, which is in another stage of the pipeline. The model's own forward may use a "
+                "parameter where it did so for shoal's sample of two, too; what else needs it belongs into a module."
+            )
 
 
 class StageWalk(Walk):
@@ -179,17 +146,17 @@ class StageWalk(Walk):
         self._likenesses = likenesses
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
-        self._is_over = False  # all calls of this stage have run
+        self._is_over = False  # all calls of this stage have run, and what follows leaves nothing behind
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Here, on numbers; or as a shape."""
         if self._is_over and self._is_next(func):
             raise Finished
-        if args and isinstance(args[0], Tensor) and _ELSEWHERE in args[0].__dict__:
-            if func in _HOOKS:  # where its numbers are, it is called
+        if args and isinstance(args[0], Tensor) and ELSEWHERE in args[0].__dict__:
+            if func in HOOKS:  # where its numbers are, it is called
                 return RemovableHandle(OrderedDict())
             if func == _REQUIRES_GRAD:
-                return self._program.values[args[0].__dict__[_NUMBER]].requires_grad
+                return self._program.values[args[0].__dict__[NUMBER]].requires_grad
         originals = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         uses = uses_of(originals)
         if uses:
@@ -199,29 +166,38 @@ class StageWalk(Walk):
             if not made_by(out, []):
                 return out
             is_here = self._cut.homes[self.place] == self._stage
+        check_is_here([t for t in originals if is_here or not isinstance(t, nn.Parameter)], name_of(func))
         if not is_here and self._is_next(func):
-            return self._passed_over(name_of(func))
+            return self._passed_over(name_of(func), uses)
         convert = self._resolved if is_here else self._as_shapes
         args, kwargs = convert(args), convert(kwargs)
-        with contextlib.nullcontext() if is_here else torch.no_grad():
+        with self._around_function(is_here):
             out = func(*args, **kwargs)
         if made := made_by(out, self._changed(func, args, kwargs)):
-            self._made(name_of(func), made, is_here)
+            self._made(name_of(func), uses, made, is_here)
         return out
+
+    def _around_function(self, is_here: bool) -> contextlib.AbstractContextManager[None]:
+        if not is_here:
+            return torch.no_grad()
+        # What is drawn for a value is drawn in its stage alone, and must not move what all stages draw alike.
+        is_drawn = self.place < len(self._program.calls) and self._program.calls[self.place].draws
+        return self._around() if is_drawn else contextlib.nullcontext()
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Here, or the shapes of what it gives."""
         if self._is_over:
             raise Finished
-        self._check_path(name)
+        uses = uses_of([leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)])
+        self._check_path(name, uses)
         with _pop_mode_temporarily():  # out of sight of this walk
             if self._cut.homes[self.place] != self._stage:
-                return self._passed_over(name)
+                return self._passed_over(name, uses)
             with self._around():
                 out = run_atom(module, self._resolved(args), self._resolved(kwargs))
         self._check_numbers(name, out)
         self._check_plain(name, out)
-        self._made(name, made_by(out, []), True)
+        self._made(name, uses, made_by(out, []), True)
         return out
 
     def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -238,10 +214,10 @@ class StageWalk(Walk):
         known = place in self._program.outputs and place < len(calls)
         return known and not calls[place].atom and calls[place].name == name_of(func)
 
-    def _passed_over(self, name: str) -> Any:
+    def _passed_over(self, name: str, uses: tuple[int, ...]) -> Any:
         """What the next call gives, as shapes."""
         out = mapped(self._again, self._program.outputs[self.place])
-        self._made(name, made_by(out, []), False)
+        self._made(name, uses, made_by(out, []), False)
         return out
 
     def _again(self, tensor: Tensor) -> Tensor:
@@ -252,39 +228,67 @@ class StageWalk(Walk):
         return known
 
     def end(self, output: Any) -> Any:
-        """What the model has returned, with what came from stages before."""
-        return self._resolved(output)
+        """What the model has returned, in the last stage with what came from stages before."""
+        return self._resolved(output) if self._stage == self._cut.num_stages - 1 else output
 
     def leaves(self) -> list[Tensor]:
         """What the next stage is sent."""
-        # Of what is only passed on, a view: it has a backward of its own.
-        return [self._held[n].view_as(self._held[n]) for n in self._cut.leaves(self._stage)]
+        found = []
+        for number in self._cut.leaves(self._stage):
+            value = self._held[number]
+            if value.requires_grad and not self._program.values[number].requires_grad and torch.is_grad_enabled():
+                raise JobError(
+                    f"a value of shape {tuple(value.shape)} leaves stage {self._stage} with a gradient, and for shapes "
+                    "alone it had none: what the model's own forward does there depends on numbers. Do it inside of a "
+                    "module."
+                )
+            found.append(value.view_as(value))  # of what is only passed on, a view: it has a backward of its own
+        return found
 
     def _home(self, value: int) -> int:
         return self._cut.made_in[value]
 
-    def _made(self, name: str, made: list[Tensor], is_here: bool) -> None:
-        self._check_path(name, len(made))
+    def _made(self, name: str, uses: tuple[int, ...], made: list[Tensor], is_here: bool) -> None:
+        self._check_path(name, uses, len(made))
         place = self.place
-        numbers = self._number(made)
+        makes = self._number(made)
         if is_here:
-            self._held |= {n: t for n, t in zip(numbers, made, strict=True) if n in self._sent}
+            self._check_shapes(name, makes, made)
+            self._held |= {n: t for n, t in zip(makes, made, strict=True) if n in self._sent}
         else:
             for tensor in made:
-                tensor.__dict__[_ELSEWHERE] = True
-        if self._stage < self._cut.num_stages - 1:
+                tensor.__dict__[ELSEWHERE] = True
+        if self._stage < self._cut.num_stages - 1 and not self._program.has_effects:
             self._is_over |= place == self._cut.last[self._stage]
 
-    def _check_path(self, name: str, num_made: int | None = None) -> None:
-        """The calls are those of the program."""
+    def _check_path(self, name: str, uses: tuple[int, ...], num_made: int | None = None) -> None:
+        """The calls are those of the program, on the same values."""
         calls = self._program.calls
         call = calls[self.place] if self.place < len(calls) else None
         if call is None or call.name != name or num_made not in (None, len(call.makes)):
+            before = f"came to {call.name}" if call else "was at its end"
             raise JobError(
-                f"the model's forward came to {name} where it {'came to ' + call.name if call else 'was at its end'} "
-                "before, with inputs of the same shapes. In a pipeline all stages must take the same path: let the "
-                "forward decide by shapes or settings, or decide inside of a module."
+                f"the model's own forward came to {name} where it {before} before, with inputs of the same shapes. In "
+                "a pipeline all stages must take the same path: let the forward decide by shapes or settings, or "
+                "decide inside of a module."
             )
+        if call.uses != uses:
+            raise JobError(
+                f"{name} is given {len(uses)} values that modules have made, and on shapes alone it was given "
+                f"{len(call.uses)}, or others: some reach it by a way that the stages of a pipeline do not share (a "
+                "hook or an object that collects what modules make). Let the modules return them."
+            )
+
+    def _check_shapes(self, name: str, makes: tuple[int, ...], made: list[Tensor]) -> None:
+        for number, tensor in zip(makes, made, strict=True):
+            meta = self._program.values[number]
+            if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+                raise JobError(
+                    f"{name} makes a tensor of {tuple(tensor.shape)} ({tensor.dtype}), and made one of {meta.shape} "
+                    f"({meta.dtype}) from other inputs of the same shapes: it depends on their numbers, and other "
+                    "stages of a pipeline cannot know that. Cut a batch in collate(), or do all that has such shapes "
+                    "inside of one module."
+                )
 
     def _check_numbers(self, name: str, out: Any) -> None:
         fakes = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
@@ -300,7 +304,7 @@ class StageWalk(Walk):
             return
         known = tree_leaves(self._program.outputs[self.place])
         for ours, theirs in zip(tree_leaves(out), known, strict=False):
-            if type(ours) in _NUMBERS and repr(ours) != repr(theirs):
+            if isinstance(ours, _NUMBERS) and repr(ours) != repr(theirs):
                 raise JobError(
                     f"{name} gives a number of its own, {ours}, that other stages of the pipeline cannot know (on "
                     f"shapes alone it gave {theirs}). Let it give a tensor, or use the number inside of {name}."
@@ -311,7 +315,7 @@ class StageWalk(Walk):
         return mapped(self._resolve, tree)
 
     def _resolve(self, tensor: Tensor) -> Tensor:
-        return self._held[tensor.__dict__[_NUMBER]] if _ELSEWHERE in tensor.__dict__ else tensor
+        return self._held[tensor.__dict__[NUMBER]] if ELSEWHERE in tensor.__dict__ else tensor
 
     def _as_shapes(self, tree: Any) -> Any:
         return mapped(lambda t: self._shapes.get(id(t), t), tree)

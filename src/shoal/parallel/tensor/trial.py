@@ -11,10 +11,9 @@ A guess may fail in any way inside the user's code. The whole copy must not: whe
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from shoal.dry import convert, is_dry, is_equal
+from shoal.dry import is_dry, is_equal
 from shoal.parallel.parts import Part, cut
 from shoal.parallel.tensor.heads import Narrow, Rules, Seen, Watch
 from shoal.parallel.tensor.peers import GivenUpElsewhereError, Peers, Trying
 from shoal.parallel.tensor.region import Region, cut_layers
 from shoal.parallel.tensor.stream import Undropped
 from shoal.parallel.tensor.styles import Cut
+from shoal.parallel.wide import WIDTHS, draws, is_close, moved, tensors_in, weights, wide, widened
 from shoal.precision import Widened
 from shoal.world import World
 
@@ -39,24 +39,11 @@ T = TypeVar("T")
 _OWN_CODE = Path(__file__).parents[1]
 
 
-class Width(NamedTuple):
-    """In which a trial computes, and how far two answers may be apart; a wrong cut is wrong by a part of the whole."""
-
-    dtype: torch.dtype
-    relative: float
-    absolute: float  # of what is zero but for rounding
-
-
-# float32 where a model has tensors or kernels that are float32 whatever it is told. Narrower would hide mistakes.
-WIDTHS = (Width(torch.float64, 1e-9, 1e-12), Width(torch.float32, 1e-4, 1e-5))
-
-
 class UntriedError(Exception):
     """A module cannot be copied, or its copy does not run whole; says why."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a module was called with, once, in the one look at a sample."""
 
     args: Any
@@ -109,10 +96,10 @@ class Trial:
         raise UntriedError(reasons[-1])  # in float32, where most models live: the reason that is not about width
 
     def _run_whole(self) -> None:
-        self._module = _moved(self._original, self._width.dtype)
+        self._module = moved(self._original, self._width.dtype)
         is_wide = any(param.dtype == torch.float64 for param in self._original.parameters())
         with Widened() if is_wide else contextlib.nullcontext():
-            self.draws = _draws(self._original, self._calls)
+            self.draws = draws(self._original, self._calls)
         # What is drawn would differ, and the statistics of a BatchNorm wait for the other data ranks.
         quiet = not any(isinstance(m, _BatchNorm) for m in self._module.modules()) and not self._draws_still()
         watch = Watch()
@@ -179,7 +166,7 @@ class Trial:
         return bool(alike)
 
     def _outputs_alike(self, apply: Callable[[nn.Module, Peers], Mapping[str, Part]], around: Any) -> bool | None:
-        module = _widened(self._original, self._width.dtype).train()
+        module = widened(self._original, self._width.dtype).train()
         peers = Trying(self._peers)
         peers.compares = True  # the outputs alone would not tell: most are sums or gathered
         apply(module, peers)
@@ -193,7 +180,7 @@ class Trial:
     def _draws_still(self) -> bool:
         """Whether it draws with its dropout off."""
         with self._at_width(), Undropped():
-            return _draws(self._module, self._wide_calls())
+            return draws(self._module, self._wide_calls())
 
     def _agreed(self, apply: Callable[[nn.Module], Mapping[str, Part]], mode: Any) -> tuple[str, ...] | None:
         def attempt() -> dict[str, bool] | None:
@@ -254,27 +241,17 @@ class Trial:
         return len(ours) == len(theirs) and all(map(self._close, ours, theirs))
 
     def _close(self, ours: Tensor | None, theirs: Tensor | None) -> bool:
-        if ours is None or theirs is None:
-            return ours is theirs
-        if ours.shape != theirs.shape:
-            return False
-        # Masks fill with -inf or the lowest number; both are equal or they are not.
-        finite = theirs.abs() < 1e30
-        if not torch.equal(finite, ours.abs() < 1e30):
-            return False
-        error = torch.linalg.vector_norm((ours - theirs)[finite])
-        limit = self._width.relative * torch.linalg.vector_norm(theirs[finite]) + self._width.absolute
-        return bool(error <= limit)
+        return is_close(ours, theirs, self._width)
 
     def _wide_calls(self) -> list[Call]:
         """Fresh copies of the calls; a tensor that is passed twice is one still."""
         calls = []
         for call in copy.deepcopy(self._calls):
-            wide: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the first, which is kept, so that it stays its own
+            known: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the first, which is kept, so that it stays its own
             for tensor in tensors_in((call.args, call.kwargs)):
-                wide[id(tensor)] = (tensor, _wide(tensor, self._width.dtype))
-            known = functools.partial(_exchanged, wide)
-            calls.append(Call(*tree_map_only(Tensor, known, (call.args, call.kwargs))))
+                known[id(tensor)] = (tensor, wide(tensor, self._width.dtype))
+            exchanged = functools.partial(_exchanged, known)
+            calls.append(Call(*tree_map_only(Tensor, exchanged, (call.args, call.kwargs))))
         return calls
 
     def _run(self, module: nn.Module, mode: Any, training: bool) -> Answer:
@@ -285,7 +262,7 @@ class Trial:
             with self._at_width(), Undropped(), mode:  # the mode within: it knows a call by its place in the code
                 outputs = [module(*call.args, **call.kwargs) for call in calls]
             floats = [output for output in tensors_in(outputs) if output.is_floating_point()]
-            loss = sum((o * _weights(o)).sum() for o in floats if o.requires_grad)
+            loss = sum((o * weights(o)).sum() for o in floats if o.requires_grad)
         if isinstance(loss, Tensor):
             loss.backward()  # type: ignore[no-untyped-call]
         tensors = [tensor for call in calls for tensor in tensors_in((call.args, call.kwargs))]
@@ -307,15 +284,6 @@ class Trial:
         return bool(flag)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors of a structure, with those in dataclasses."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, each.name) for each in dataclasses.fields(leaf)])
-
-
 def is_our_mistake(error: Exception) -> bool:
     """Whether Python complains about a line of ours; where a guess is wrong, torch or the user's code complains."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -325,54 +293,5 @@ def is_our_mistake(error: Exception) -> bool:
     return ours and isinstance(error, (TypeError, AttributeError, NameError, LookupError, AssertionError))
 
 
-def _moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A wide copy, evaluating, no parameter zero or one: what starts at zero would hide a mistake."""
-    moved = _widened(module, dtype).eval()
-    for part in moved.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        elif isinstance(part, nn.MultiheadAttention):
-            part.dropout = 0.0
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in moved.parameters():
-            if param.is_floating_point():
-                noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-                param.add_((0.02 * noise).to(param))
-                param.requires_grad_(True)
-            param.grad = None
-    return moved
-
-
-def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    copied = copy.deepcopy(module)
-    convert(copied, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    return copied
-
-
-def _exchanged(wide: Mapping[int, tuple[Tensor, Tensor]], tensor: Tensor) -> Tensor:
-    return wide[id(tensor)][1]
-
-
-def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-    return wide.requires_grad_(tensor.requires_grad)
-
-
-def _weights(output: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(output.numel())
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-
-
-def _draws(module: nn.Module, calls: Sequence[Call]) -> bool:
-    """Whether a training forward moves the random stream."""
-    probe = copy.deepcopy(module).train()
-    device = next((t.device for t in module.parameters()), torch.device("cpu"))
-    stream: Any = torch.cuda if device.type == "cuda" else torch
-    state = stream.get_rng_state()
-    with torch.no_grad():
-        for call in copy.deepcopy(calls):
-            probe(*call.args, **call.kwargs)
-    moved = not is_equal(state, stream.get_rng_state())
-    stream.set_rng_state(state)
-    return moved
+def _exchanged(known: Mapping[int, tuple[Tensor, Tensor]], tensor: Tensor) -> Tensor:
+    return known[id(tensor)][1]
