@@ -102,3 +102,4 @@ def test_whoever_ends_it_ends_it_on_all_hosts(tmp_path, path, end):
         started.send_signal(end)
         assert started.wait(timeout=30) == (130 if end == signal.SIGINT else -signal.SIGKILL)
     assert gone(there)
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".shoal")] == []

@@ -1,5 +1,6 @@
 """How `shoal doctor` measures: each measurement finds what is really there, and what is really wrong."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -59,7 +60,7 @@ class Relay:
 
     def _carry(self, source, target, alter):
         seen = 0
-        with source:
+        with source, contextlib.suppress(OSError):  # whoever asked has hung up
             while data := source.recv(1 << 16):
                 seen += len(data)
                 target.sendall(alter(data, seen))

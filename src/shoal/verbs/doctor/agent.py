@@ -6,9 +6,12 @@ prints on stdout has no mark.
 
 import json
 import os
+import queue
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +30,7 @@ class Agent:
     def __init__(self) -> None:
         self._key = b""
         self._listeners: list[network.Listener] = []
+        self._left: list[dict[str, str]] = []
         self._does: dict[str, Callable[..., dict[str, Any]]] = {
             "begin": self.begin,
             "measure": host.measure,
@@ -35,7 +39,7 @@ class Agent:
             "hush": self.hush,
             "reach": self.reach,
             "knock": self.knock,
-            "leave": storage.leave,
+            "leave": self.leave,
             "find": storage.find,
             "speed": storage.speed,
             "clean": storage.clean,
@@ -70,6 +74,15 @@ class Agent:
     def reach(self, *, addresses: list[str], port: int) -> dict[str, Any]:
         return network.reach(addresses=addresses, port=port, key=self._key)
 
+    def leave(self, *, folder: str, token: str) -> dict[str, Any]:
+        self._left.append({"folder": folder, "token": token})
+        return storage.leave(folder=folder, token=token)
+
+    def close(self) -> None:
+        """What was left for the others goes, also where nobody could ask for that any more."""
+        for left in self._left:
+            storage.clean(**left)
+
     def knock(self, *, addresses: list[str], port: int) -> dict[str, Any]:
         """Only whether a port takes a connection."""
         connection, address, error = network.connect(addresses, port)
@@ -98,11 +111,24 @@ class Agent:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer until stdin ends; then end at once, in the middle of an answer too."""
     agent = Agent()
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        threading.Thread(target=_read, args=(asked,), daemon=True).start()
+        while True:
+            sys.stdout.write(MARK + json.dumps(agent.answer(asked.get())) + "\n")
+            sys.stdout.flush()
+    except (KeyboardInterrupt, BrokenPipeError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        agent.close()
+
+
+def _read(asked: "queue.SimpleQueue[str]") -> None:
+    """In a thread of its own, so that the end of stdin is seen while an answer is made."""
     for line in sys.stdin:
-        sys.stdout.write(MARK + json.dumps(agent.answer(line)) + "\n")
-        sys.stdout.flush()
+        asked.put(line)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":
