@@ -39,7 +39,7 @@ _PLACE = struct.Struct("<8sq")  # _FORM, stage of the pipeline + 1; 0: no world 
 _DOING = struct.Struct("<4q")  # step, phase, micro-batch, since
 _MESSAGE = struct.Struct("<2q24s24s24sq")  # state, since, operation, axis, group, number
 _STATE = struct.Struct("<2q")  # the first two
-_SPENT = struct.Struct("<4q")  # of each phase: how often, usual, total, waited
+_SPENT = struct.Struct("<5q")  # of each phase: how often, usual, total, waited, usual work
 _FORM = b"shoal 1\0"
 
 _DOING_AT = _PLACE.size
@@ -68,12 +68,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """On one phase so far, seconds; `usual_s` is the median of the last ones, `waited_s` for messages."""
+    """On one phase so far, seconds; what is usual is the median of the last ones, `waited_s` for messages, `work_s` the
+    rest."""
 
     count: int = 0
     usual_s: float = 0.0
     total_s: float = 0.0
     waited_s: float = 0.0
+    work_s: float = 0.0  # usual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +183,9 @@ class Record:
         self._since = self._message_since = time.monotonic_ns()
         self._waited = 0
         self._has_failed = False
-        self._spent = {phase: [0, 0, 0, 0] for phase in Phase}
+        self._spent = {phase: [0, 0, 0, 0, 0] for phase in Phase}
         self._last = {phase: deque[int](maxlen=_REMEMBERED) for phase in Phase}
+        self._last_work = {phase: deque[int](maxlen=_REMEMBERED) for phase in Phase}
         self._begin(Phase.SETUP)
 
     def seen(self) -> Seen:
@@ -251,12 +254,14 @@ class Record:
             _DOING.pack_into(self._buffer, _DOING_AT, self._step, phase, 0, self._since)
 
     def _count(self, phase: Phase, took: int, waited: int) -> None:
-        last, spent = self._last[phase], self._spent[phase]
+        last, work, spent = self._last[phase], self._last_work[phase], self._spent[phase]
         last.append(took)
+        work.append(took - waited)
         spent[0] += 1
         spent[1] = sorted(last)[len(last) // 2]
         spent[2] += took
         spent[3] += waited
+        spent[4] = sorted(work)[len(work) // 2]
         _SPENT.pack_into(self._buffer, _SPENT_AT + phase * _SPENT.size, *spent)
 
 

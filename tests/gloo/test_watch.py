@@ -348,6 +348,19 @@ def test_a_rank_that_leaves_a_collective_out_is_shown_with_the_call_that_the_oth
     assert "rank 1: not made" in incidents[0]["parted"]
 
 
+def test_what_native_code_gives_up_over_is_told_with_the_call_that_one_left_out(tmp_path: Path) -> None:
+    def leave_out(rank: int, step: int) -> None:
+        if not (rank == 1 and step == TRAP):
+            dist.all_reduce(torch.zeros(2, 3))  # rank 1 answers it with its gradients, which have another size
+
+    outcome, shown, _ = train(job(backward=leave_out), tmp_path)
+
+    assert outcome.exit_code == 128 + signal.SIGABRT
+    assert "the ranks did not make the same calls" in shown
+    assert re.search(r"rank 0: all_reduce sum float32 \(2, 3\), at \S+test_watch.py:\d+ in leave_out", shown)
+    assert "rank 1: not made; the last one was all_reduce of the gradients (DDP), at" in shown
+
+
 def test_a_loop_of_ones_own_that_parts_is_ended_and_told_with_both_calls(tmp_path: Path) -> None:
     def work(place: Place) -> None:
         with World.open("dp2", place=place, timeout_min=1.0):

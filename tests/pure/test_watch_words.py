@@ -301,15 +301,15 @@ def test_what_another_machine_tells_is_read_on_the_clock_of_this_one(tmp_path: P
 
 
 def walked(
-    steps: int, work_s: list[float], *, stages: list[int] | None = None, waited_s: float = 0.0
+    steps: int, work_s: list[float], *, stages: list[int] | None = None, waited_s: float = 0.0, usual_s: float = 0.0
 ) -> dict[int, Seen]:
     """Ranks after some steps, each with its own work in compute per step."""
 
     def spent(own_s: float) -> dict[Phase, Spent]:
         waits = waited_s * steps
         return {
-            Phase.COMPUTE: Spent(steps, own_s, own_s * steps + waits, waits),
-            Phase.UPDATE: Spent(steps, 0.001, 0.001 * steps, 0.0),
+            Phase.COMPUTE: Spent(steps, own_s, own_s * steps + waits, waits, usual_s or own_s),
+            Phase.UPDATE: Spent(steps, 0.001, 0.001 * steps, 0.0, 0.001),
         }
 
     return {
@@ -338,6 +338,11 @@ def test_time_spent_waiting_makes_no_straggler_and_nor_does_another_stage() -> N
     stages = [walked(20 * number, [0.5, 1.0], stages=[0, 1]) for number in range(1, 9)]
     short = [walked(20 * number, [0.5, 0.7]) for number in range(1, 9)]
     assert [found_in(walk) for walk in (waits, stages, short)] == [[], [], []]
+
+
+def test_a_few_steps_that_take_very_long_make_no_straggler() -> None:
+    few = [walked(20 * number, [0.5, 1.0], usual_s=0.4) for number in range(1, 9)]
+    assert found_in(few) == []
 
 
 def test_windows_that_pass_in_no_time_are_not_judged() -> None:

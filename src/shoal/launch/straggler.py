@@ -80,6 +80,9 @@ def _compare(
     share = sum(more.values()) / step_s
     if sum(own.values()) <= slow * sum(usual.values()) or share < _LEAST_SHARE:
         return None
+    # A few steps that take very long are no slow rank: its usual ones are slower, too.
+    if _usual_work_s(seen[rank]) <= slow * statistics.median(_usual_work_s(seen[p]) for p in peers):
+        return None
     phase = max(_WORK, key=lambda each: more[each])
     return Straggler(rank, phase, min(share, 1.0), own[phase] / max(usual[phase], 1e-6))
 
@@ -89,6 +92,10 @@ def _work_s(before: Seen, seen: Seen, phase: Phase) -> float:
     was, now = before.spent.get(phase, Spent()), seen.spent.get(phase, Spent())
     worked = (now.total_s - was.total_s) - (now.waited_s - was.waited_s)
     return worked / max(1, now.count - was.count)
+
+
+def _usual_work_s(seen: Seen) -> float:
+    return sum(seen.spent.get(phase, Spent()).work_s for phase in _WORK)
 
 
 def _steps(seen: Seen) -> int:
