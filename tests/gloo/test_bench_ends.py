@@ -117,7 +117,7 @@ def test_who_ends_it_early_has_the_rounds_that_are_complete(number, exit_code, s
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == exit_code, err
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 45
     assert f"Ended early (exit code {exit_code}): the figures are of ".encode() in out
     told = json.loads((tmp_path / "here" / "bench.json").read_text())
     assert told["exit_code"] == exit_code
