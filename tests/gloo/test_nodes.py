@@ -14,6 +14,22 @@ import pytest
 
 from shoal.verbs.checkpoint import difference
 
+SLOW_TO_SAVE = """
+import os, time
+from dataclasses import dataclass
+from shoal.checkpoint import Writer
+from shoal.models.digits import Digits
+
+def late(*args, _submit=Writer.submit, **options):
+    _submit(*args, **options)
+    time.sleep(3 if os.environ["RANK"] == "0" else 0)  # the other machine's ranks have ended by then
+
+Writer.submit = late
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Digits):
+    pass
+"""
 SCRIPT = """
 import os, time, torch
 import torch.distributed as dist
@@ -134,6 +150,19 @@ def test_a_parent_that_is_killed_takes_the_run_with_it_and_leaves_no_orphan(tmp_
     assert f"node {killed}" in other.said
     assert "is gone" in other.said
     assert gone(ranks)
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_sigusr1_on_one_node_saves_and_ends_both(tmp_path, asked):
+    """As a batch system sends it, to one machine earlier than to the next: all have the time to save."""
+    (tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
+    words = ("slow.py", "--steps", "100000", "--save-every", "1000000", "--layout", "dp2", "--run", "runs/asked")
+    nodes = two(tmp_path, "train", *words)
+    in_step(tmp_path / "runs/asked", nodes)
+    nodes[asked].process.send_signal(signal.SIGUSR1)
+    assert [node.wait() for node in nodes] == [143, 143], nodes[0].said + nodes[1].said
+    (saved,) = (tmp_path / "runs/asked/checkpoints").glob("step_*")
+    assert f"stopped on request at step {int(saved.name.removeprefix('step_'))}" in nodes[0].said
 
 
 def test_ctrl_c_on_one_node_ends_both(tmp_path):

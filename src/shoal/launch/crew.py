@@ -27,7 +27,7 @@ from shoal.launch.ending import concluded, ending_of, first_cause, merged
 from shoal.launch.guests import member_of, reach, say_where, why_not
 from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes
-from shoal.launch.outcome import ON_REQUEST, Outcome
+from shoal.launch.outcome import ON_REQUEST, TERMINATED, Outcome
 from shoal.launch.posts import Member, Post, posts_of
 from shoal.launch.supervise import Rank
 from shoal.record import look
@@ -80,6 +80,7 @@ class Crew:
     _waiting: dict[int, tuple[Line, Member]] = field(default_factory=dict)
     _final: dict[str, Any] | None = None
     _asked: list[int] | None = None  # of the ranks that run
+    _ends_by: int = signal.SIGINT  # where there is trouble: SIGTERM lets ranks here save as those elsewhere do
     _is_over: bool = False
     is_pausing: bool = False
     _thread: threading.Thread | None = None
@@ -115,7 +116,7 @@ class Crew:
         with self._lock:
             self._asked = asked
             if self.trouble:
-                self._pull(signal.SIGINT)
+                self._pull(signal.Signals(self._ends_by))
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
@@ -150,8 +151,8 @@ class Crew:
                 with self._lock:
                     self.trouble = trouble
                     for line in list(self.lines.values()) if self.is_leader else ():
-                        line.tell({"end": trouble})
-                    self._pull(signal.SIGINT)
+                        line.tell({"end": trouble, "by": self._ends_by})
+                    self._pull(signal.Signals(self._ends_by))
 
     def _hear(self) -> str:
         """What has come in a moment; why to end, if so."""
@@ -188,12 +189,14 @@ class Crew:
             self.endings[node] = told["ended"]
             code = told["ended"]["exit_code"]
             if code and not self.is_pausing:
+                self._ends_by = signal.SIGTERM if code == TERMINATED else signal.SIGINT
                 return f"{self._name(node)} {'was asked to end' if code in ON_REQUEST else 'failed'}"
         if "pause" in told:
             self.is_pausing = True
             self._pull(signal.SIGTERM)
         if "final" in told:
             self._turn(told)
+        self._ends_by = told.get("by", self._ends_by)
         return str(told.get("end", ""))
 
     def _lose(self, node: int, how: str) -> str:
@@ -259,7 +262,8 @@ class Crew:
         )
         final = self._conclude(own)
         post = None if final.get("next") is None else Post(**final["next"])
-        if was_pulled or outcome.exit_code not in ON_REQUEST:  # else somebody asked for it here
+        is_calm = not was_pulled or self._ends_by == signal.SIGTERM
+        if not is_calm or outcome.exit_code not in ON_REQUEST:  # else somebody asked for it, here or there
             why = self.trouble or next(iter(final.get("lost", ())), "")
             outcome = concluded(outcome, final, me=self.nodes.rank, names=self.names, trouble=why)
         if post is None:
