@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.checkpoint import list_checkpoints
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, LaunchError
 from shoal.folder import is_in_use
 from shoal.history import NAME as HISTORY
 from shoal.history import committed, in_words
 from shoal.launch.incident import INCIDENTS, ranks_in_words
 from shoal.launch.incident import read as read_incidents
-from shoal.launch.outcome import FAILURE
+from shoal.launch.outcome import FAILURE, Outcome
 from shoal.launch.verdict import read_log
 from shoal.metrics.events import read_events
 from shoal.units import show_seconds
@@ -78,10 +78,11 @@ def tell(folder: Path) -> Story:
 
     Raises:
         CheckpointError: it is not that of a run.
+        LaunchError: its failure.json is damaged.
     """
     if not (folder / "run.json").is_file() and not (folder / FAILURE).is_file():
         raise CheckpointError(f"{folder} is no run's folder: it has neither run.json nor {FAILURE}.")
-    described, failure = _json(folder / "run.json"), {} if _went_on(folder) else _json(folder / FAILURE)
+    described, failure = _json(folder / "run.json"), {} if _went_on(folder) else _failure_in(folder / FAILURE)
     saved = [found.step for found in list_checkpoints(folder / "checkpoints")] if _has_checkpoints(folder) else []
     checkpoint, step, steps = max(saved, default=None), _last_step(folder, failure, saved), _steps_of(described)
     state = _state(folder, failure, step, steps)
@@ -116,12 +117,35 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _failure_in(path: Path) -> dict[str, Any]:
+    """As `keep_failure` has written it.
+
+    Raises:
+        LaunchError: a value is of another type, with the field.
+    """
+    found = _json(path)
+    if not found:
+        return {}
+    from pydantic import TypeAdapter, ValidationError
+
+    began = found.get("began")
+    try:
+        told = TypeAdapter(Outcome).validate_json(json.dumps(found), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise LaunchError(f"{path} is damaged: {where}: {first['msg']}. Remove it; the rest is told without.") from None
+    return {**asdict(told), "began": began if isinstance(began, int | float) else None}
+
+
 def _has_checkpoints(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir()
 
 
 def _steps_of(described: Mapping[str, Any]) -> int:
-    return int(described.get("job", {}).get("steps", 0))
+    job = described.get("job")
+    steps = job.get("steps") if isinstance(job, Mapping) else None
+    return steps if isinstance(steps, int) else 0  # damaged: then nobody knows how many were asked for
 
 
 def _last_step(folder: Path, failure: Mapping[str, Any], saved: Sequence[int]) -> int:
