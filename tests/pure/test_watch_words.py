@@ -257,6 +257,14 @@ def test_a_wait_in_native_code_is_told_from_work_by_stack_and_cpu(place: str, co
     assert Witness(seen=seen, kernel=Kernel("S"), cores=cores, dump=dump(place, 1, "f")).waits is waits
 
 
+def test_a_rank_that_gets_no_core_is_told_from_one_that_computes_and_one_that_sleeps() -> None:
+    found = [
+        Witness(seen=rank(Phase.COMPUTE, 4), kernel=Kernel(state), cores=cores).is_starved
+        for state, cores in (("R", 0.2), ("R", 0.9), ("S", 0.2))
+    ]
+    assert found == [True, False, False]
+
+
 def test_the_kernel_says_how_this_process_is_and_nothing_of_one_that_is_gone() -> None:
     assert ask_kernel(2**22 + 1) == Kernel()
     assert not ask_kernel(2**22 + 1).is_stopped

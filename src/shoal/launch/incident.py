@@ -18,6 +18,7 @@ from shoal.units import show_seconds
 
 INCIDENTS = "incidents.jsonl"  # in a run's folder
 _IDLE = 0.2  # cores; on a busy machine a loop does not get a whole one
+_STARVED = 0.5  # cores
 _SHOWN_RANKS = 4
 _TRACE_LINES = 16
 # Where a rank stands that waits for messages in torch's own native code.
@@ -47,6 +48,11 @@ class Witness:
     def runs(self) -> bool:
         """It computes."""
         return self.cores > _IDLE or self.kernel.state == "R"
+
+    @property
+    def is_starved(self) -> bool:
+        """It would compute, and others have the cores."""
+        return self.kernel.state == "R" and self.cores < _STARVED
 
     @property
     def compiles(self) -> bool:

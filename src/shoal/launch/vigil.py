@@ -23,6 +23,7 @@ from shoal.record import Seen
 from shoal.units import show_seconds
 
 _ANSWER_S = 5.0  # in which another machine must have looked at its ranks
+_STARVED_FACTOR = 4.0  # times the limit: for a rank that gets less than half a core
 _SPEAK_S = 2.0  # in which a rank says itself that its calls are not those of the others
 _OWN_PAUSE_S = 1.0  # a look that comes so late says that this process, or all of them, did not run
 
@@ -113,7 +114,7 @@ class Vigil:
         waits = [number for number, one in witnesses.items() if one.waits]
         found = standing(seen, stopped, now, self._patience, waits)
         has_moved = any(seen[number].changed_s != inquiry.seen[number].changed_s for number in found.ranks)
-        if not found.ranks or has_moved or any(witnesses[number].compiles for number in found.ranks):
+        if not found.ranks or has_moved or any(self._lets_off(witnesses[number], now) for number in found.ranks):
             self._next = now + self._patience.least_s  # it takes long and is well: ask less often
             return
         pids = {number: rank.pid for number, rank in inquiry.ranks.items()}
@@ -131,6 +132,13 @@ class Vigil:
             parted=find_difference(rings, step=step),
         )
         self._tell(self._open.screen(), self._open.as_dict())
+
+    def _lets_off(self, witness: Witness, now: float) -> bool:
+        """What takes its time, and what would not on a machine that is not so busy."""
+        stood_s = now - witness.seen.since_s
+        return witness.compiles or (
+            witness.is_starved and stood_s < _STARVED_FACTOR * self._patience.limit_s(witness.seen)
+        )
 
     def _see_whether_it_goes_on(self, incident: Incident, seen: Mapping[int, Seen], now: float) -> None:
         if any(seen[number].changed_s == changed for number, changed in incident.changed.items()):
