@@ -159,7 +159,9 @@ def test_sigusr1_on_one_node_saves_and_ends_both(tmp_path, asked):
     words = ("slow.py", "--steps", "100000", "--save-every", "1000000", "--layout", "dp2", "--run", "runs/asked")
     nodes = two(tmp_path, "train", *words)
     in_step(tmp_path / "runs/asked", nodes)
-    nodes[asked].process.send_signal(signal.SIGUSR1)
+    # Slurm signals every process of a step, not the parent alone: the ranks, and whoever serves the store.
+    for process in (*nodes[asked].ranks(), nodes[asked].process):
+        process.send_signal(signal.SIGUSR1)
     assert [node.wait() for node in nodes] == [143, 143], nodes[0].said + nodes[1].said
     (saved,) = (tmp_path / "runs/asked/checkpoints").glob("step_*")
     assert f"stopped on request at step {int(saved.name.removeprefix('step_'))}" in nodes[0].said

@@ -146,6 +146,9 @@ def meeting_point(address: str = LOOPBACK) -> Iterator[int]:
 
 def _serve(listener: socket.socket, parent: int) -> None:
     leave_parent(parent)
+    # A terminal and a batch system signal every process, and ranks that still save need the store.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)  # it would report every rank that hangs up
     os.dup2(silence, 2)

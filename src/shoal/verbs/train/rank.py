@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -91,6 +92,7 @@ def started(
     named: str = "",
 ) -> int:
     """A process that this machine's `start` made: forked, with the job itself, or fresh, with the name of it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process; the parent passes it on as SIGTERM
     settings = Settings(values=TrainSettings(**values), origin=origin)
     built = job if isinstance(job, Job) else rebuild(job)
     return train_here(place, built, settings, lambda: Path(folder), quiet=quiet, named=named)[0]
