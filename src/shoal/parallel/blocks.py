@@ -5,7 +5,7 @@ none. An encoder-decoder has two, `encoder.layers.*` and `decoder.layers.*`, and
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -77,3 +77,16 @@ def _kind(module: nn.Module) -> object:
     """Of a layer or a plain list the class says little: two Linears of other widths are not alike."""
     plain = type(module) in _LISTS or not any(module.children())
     return None if plain or _shapes(module) is None else type(module)
+
+
+def listed(names: Sequence[str]) -> str:
+    """`token, blocks.0 to blocks.5, norm`: numbered runs are drawn together."""
+    runs: list[list[str]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        before, _, last = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        if runs and stem and number.isdigit() and before == stem and last.isdigit() and int(number) == int(last) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

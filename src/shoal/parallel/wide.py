@@ -85,9 +85,9 @@ def weights(output: Tensor) -> Tensor:
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
 
 
-def draws(module: nn.Module, calls: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether a training forward moves the random stream."""
-    probe = copy.deepcopy(module).train()
+def draws(module: nn.Module, calls: Sequence[tuple[Any, Any]], *, in_training: bool = True) -> bool:
+    """Whether a forward moves the random stream."""
+    probe = copy.deepcopy(module).train(in_training)
     device = next((t.device for t in module.parameters()), torch.device("cpu"))
     stream: Any = torch.cuda if device.type == "cuda" else torch
     state = stream.get_rng_state()

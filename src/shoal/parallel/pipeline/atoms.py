@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shoal.errors import JobError, nearest
+from shoal.errors import JobError, LayoutError, nearest
+from shoal.layout import Layout
 from shoal.parallel.blocks import find_blocks
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -36,6 +37,26 @@ def find_atoms(model: nn.Module, least: int, stages: Sequence[Sequence[str]] = (
         place = atoms.index(dearest)
         atoms[place : place + 1] = parts
     return atoms
+
+
+def split_as_told(model: nn.Module, order: Sequence[str], layout: Layout) -> dict[str, int]:
+    """The stage of every atom, where the layout names the blocks with which stages begin.
+
+    Args:
+        order: the atoms that are called.
+
+    Raises:
+        LayoutError: it names a block that is not there, or not called.
+    """
+    blocks, cuts = find_blocks(model), layout.split
+    if cuts[-1] >= len(blocks):
+        raise LayoutError(
+            f"{layout}: split names block {cuts[-1]}, and the model has {len(blocks)} blocks, 0 to {len(blocks) - 1}."
+        )
+    if unused := next((blocks[cut] for cut in cuts if blocks[cut] not in order), ""):
+        raise LayoutError(f"{layout}: split names {unused}, which the model does not call.")
+    begins = [order.index(blocks[cut]) for cut in cuts]
+    return {atom: sum(place >= begin for begin in begins) for place, atom in enumerate(order)}
 
 
 def _stated(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[str]:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.errors import JobError, LayoutError
-from shoal.parallel.blocks import find_blocks
+from shoal.errors import JobError, LayoutError, ShoalError
+from shoal.parallel.blocks import listed
 from shoal.parallel.mode import evaluating
 from shoal.parallel.parts import Part
-from shoal.parallel.pipeline.atoms import find_atoms
+from shoal.parallel.pipeline.atoms import find_atoms, split_as_told
 from shoal.parallel.pipeline.holding import Guard, check, emptied, named_tensors, names_below, put
 from shoal.parallel.pipeline.program import Cut, Program, balance, holders
 from shoal.parallel.pipeline.reduce import LateReduction
@@ -43,11 +43,13 @@ class Pipeline:
         sample: what the model may be called with.
         stated: the modules of each stage, where the job or the model says them.
         costs: the work of modules; by their parameters, where it is left out.
+        evaluates: it will run in evaluation mode, too.
 
     Attributes:
         stages: of this rank.
         owner: the stage of every atom.
         shares: of every stage, its share of the work, 0 to 1.
+        proof: what was proved of it, for a person.
 
     Raises:
         LayoutError: the model cannot be cut into so many stages; says why.
@@ -61,6 +63,7 @@ class Pipeline:
         *,
         stated: Sequence[Sequence[str]] = (),
         costs: Costs | None = None,
+        evaluates: bool = True,
     ) -> None:
         if stated and len(stated) != world.layout.num_stages:
             raise LayoutError(
@@ -77,7 +80,7 @@ class Pipeline:
         self._skeleton = Skeleton(model, world, self.atoms, self._view)
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = no_seed
-        self._sample_call = sample
+        self._sample_call, self._evaluates = sample, evaluates and not self._skeleton.is_dry
         _, self._sample = self._skeleton.program(*sample)
         if self._sample.moves_state and world.layout.num_stages > world.layout.pp:
             raise LayoutError(
@@ -87,6 +90,7 @@ class Pipeline:
         self._work = self._measured(costs)
         self.owner: dict[str, int] = {}
         self.shares: list[float] = []
+        self.proof = ""
         self.stages: list[Stage] = []
         self.shards: Shards | None = None
 
@@ -124,10 +128,10 @@ class Pipeline:
         self._schedule = Schedule(self._world.layout, self.stages)
         self._last_rank = next(r for r in range(pp) if self._num_stages - 1 in stages_of(self._world.layout, r))
         self.reduction = LateReduction(self._model, self._world, self._holders_of_param)
-        self._world.at_close(self._close)
         return held
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """The world is gone, or this was a trial."""
         self.stages.clear()
         self.reduction.close()
 
@@ -146,10 +150,10 @@ class Pipeline:
             params = {id(p): p.numel() for a in atoms for p in self._skeleton.model.get_submodule(a).parameters()}
             where = next(rank for rank in range(layout.pp) if stage in stages_of(layout, rank))
             lines.append(
-                f"stage {stage:<3} on pp rank {where}: {_listed(atoms)}; {show_count(sum(params.values()))} "
+                f"stage {stage:<3} on pp rank {where}: {listed(atoms)}; {show_count(sum(params.values()))} "
                 f"parameters, {self.shares[stage]:.0%} of the work"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"proof     {self.proof}"] if self.proof else lines)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         raise JobError(
@@ -173,23 +177,13 @@ class Pipeline:
         if self._stated:
             owner = {name: stage for stage, names in enumerate(self._stated) for name in names}
         elif self._world.layout.split:
-            owner = self._split_as_told(self._world.layout.split)
+            owner = split_as_told(self._skeleton.model, self._sample.atoms, self._world.layout)
         else:
             owner = balance(self._sample, work, self._num_stages, [*pairs, *self._sample.writers()])
         stage = 0
         for atom in self.atoms:  # one that the sample did not call: where its neighbour is
             stage = owner.setdefault(atom, stage)
         return owner
-
-    def _split_as_told(self, cuts: Sequence[int]) -> dict[str, int]:
-        blocks, order = find_blocks(self._skeleton.model), self._sample.atoms
-        if cuts[-1] >= len(blocks):
-            raise LayoutError(
-                f"{self._world.layout}: split names block {cuts[-1]}, and the model has {len(blocks)} blocks, "
-                f"0 to {len(blocks) - 1}."
-            )
-        begins = [order.index(blocks[cut]) for cut in cuts]
-        return {atom: sum(place >= begin for begin in begins) for place, atom in enumerate(order)}
 
     def _drop(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """Leave of each tensor that is of other ranks only its number of dims."""
@@ -233,7 +227,7 @@ class Pipeline:
     def _all_holders(self) -> dict[str, set[int]]:
         """By name of a tensor its stages: of the sample in training, and as the model runs in evaluation."""
         found = holders(self._sample, self._sample_cut, self._contents)
-        if self._skeleton.is_dry:
+        if not self._evaluates:
             return found
         with evaluating(self._model), torch.no_grad():
             self._skeleton.follow()
@@ -346,6 +340,16 @@ class Pipeline:
                 output = self._model(*args, **kwargs)
         except Finished:
             return walk.leaves()
+        except ShoalError:
+            raise
+        except Exception as error:
+            if self._evaluates or self._skeleton.is_dry:
+                raise
+            raise LayoutError(  # a proof, on what has run as a whole
+                f"{self._world.layout}: in stage {stage} the model's own forward fails, which ran as a whole "
+                f"({type(error).__name__}: {error}). Something of it reaches around what a pipeline sees: a hook or an "
+                "object that collects what modules make. Let the modules return it, or take a layout without pp."
+            ) from error
         return output if stage == self._num_stages - 1 else walk.leaves()
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -386,16 +390,3 @@ class _Root:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_KEY].forward(super().forward, args, kwargs)  # type: ignore[misc]  # of the user's class
-
-
-def _listed(atoms: Sequence[str]) -> str:
-    """`token, blocks.0 to blocks.5, norm`: numbered runs are drawn together."""
-    runs: list[list[str]] = []
-    for atom in atoms:
-        stem, _, number = atom.rpartition(".")
-        before, _, last = runs[-1][-1].rpartition(".") if runs else ("", "", "")
-        if runs and stem and number.isdigit() and before == stem and last.isdigit() and int(number) == int(last) + 1:
-            runs[-1].append(atom)
-        else:
-            runs.append([atom])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

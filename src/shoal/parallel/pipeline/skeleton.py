@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.dry import dry_mode
-from shoal.errors import LayoutError
+from shoal.errors import LayoutError, ShoalError
 from shoal.parallel.mode import own_attributes
 from shoal.parallel.pipeline.program import Program
 from shoal.parallel.pipeline.survey import Survey
@@ -113,6 +113,15 @@ class Skeleton:
                 f"{self._world.layout}: the model's own forward asks for numbers where a pipeline has shapes alone "
                 f"({error}). If it calls torch.utils.checkpoint, leave that to the layout (recompute=block); else do "
                 "what asks for them inside of a module."
+            ) from error
+        except ShoalError:
+            raise
+        except Exception as error:  # on numbers it has run, when its work was counted
+            why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            raise LayoutError(
+                f"{self._world.layout}: the model's own forward cannot be followed on shapes alone, as a pipeline does "
+                f"({why}). What compiled or scripted code, numpy, or a hook does with tensors between modules cannot "
+                "be seen: do it inside of a module, or take a layout without pp."
             ) from error
         if versions_of(given) != versions:
             raise LayoutError(

@@ -1,6 +1,7 @@
 """A forward on shapes alone, written down as a program."""
 
 import copy
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -32,6 +33,10 @@ from shoal.parallel.pipeline.walk import HOOKS, NO_NUMBERS, Walk, run_atom
 from shoal.parallel.writes import memory_of, written_by
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+# Functions that may draw; one too many only draws from its stage's own stream.
+_DRAWS = re.compile(
+    "dropout|rand|bernoulli|normal|uniform|multinomial|attention|gumbel|exponential|poisson|rrelu|cauchy"
+)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 
 
@@ -69,8 +74,7 @@ class Survey(Walk):
         versions = versions_of(tensors)
         uses = uses_of(tensors)
         try:
-            with _Writes() as writes:
-                out = func(*args, **kwargs)
+            out = func(*args, **kwargs)
         except NO_NUMBERS as error:
             raise LayoutError(
                 f"the model's own forward decides between its modules by numbers that parameters have made "
@@ -89,7 +93,7 @@ class Survey(Walk):
         place, made = self.place, made_by(out, changed)
         self.program.has_effects |= func in HOOKS
         call = Call("", name_of(func), uses, (), frozenset(self._params(tensors)), self._sharers(changed), written)
-        self._note(replace(call, draws=writes.draws), made)
+        self._note(replace(call, draws=bool(_DRAWS.search(name_of(func)))), made)
         if made and not changed and not {id(t) for t in made} & {id(t) for t in tensors}:
             self.program.outputs[place] = out
         return out
@@ -297,7 +301,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor has its constructor
         self.memory: set[int] = set()
-        self.draws = False  # whether any draws random numbers
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -305,7 +308,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.memory |= written_by(func, args, kwargs or {})
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 

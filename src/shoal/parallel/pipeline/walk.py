@@ -315,7 +315,15 @@ class StageWalk(Walk):
         return mapped(self._resolve, tree)
 
     def _resolve(self, tensor: Tensor) -> Tensor:
-        return self._held[tensor.__dict__[NUMBER]] if ELSEWHERE in tensor.__dict__ else tensor
+        if ELSEWHERE not in tensor.__dict__:
+            return tensor
+        if (value := self._held.get(tensor.__dict__[NUMBER])) is None:
+            raise JobError(
+                f"the model's own forward needs a value of shape {tuple(tensor.shape)} here that it did not need on "
+                "shapes alone: what it does with its modules' outputs depends on numbers. Let it decide by shapes or "
+                "settings, or decide inside of a module."
+            )
+        return value
 
     def _as_shapes(self, tree: Any) -> Any:
         return mapped(lambda t: self._shapes.get(id(t), t), tree)
