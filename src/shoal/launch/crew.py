@@ -38,10 +38,8 @@ LOST_ELASTIC_S = 6.0  # the same where the run goes on without that machine
 PART_S = 15.0  # at the end, for the others to tell how it went
 HEIR_S = 4.0  # for the others to come to a new leader
 
-# The store of a generation, at an address of this machine: its port.
-OpenStore = Callable[[str], int]
-# A number in the run's folder: this very one, or with 0 the next; what it got.
-Claim = Callable[[str, int], int]
+OpenStore = Callable[[str], int]  # the store of a generation, at an address of this machine -> its port
+Claim = Callable[[str, int], int]  # a number in the run's folder, this very one or with 0 the next -> what it got
 
 
 class Pull(int):
@@ -57,7 +55,7 @@ class Crew:
         members: of the run, by node; those that are lost are no more among them.
         facts: what must be the same on each machine that comes later.
         endings: by node, how it ended.
-        trouble: why this machine must end; empty while all is well.
+        trouble: why this machine must end, seen at `troubled_at_s`; empty while all is well.
         lost: machines, since the generation began.
     """
 
@@ -75,6 +73,7 @@ class Crew:
     leader: int = 0
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)
     trouble: str = ""
+    troubled_at_s: float = 0.0
     lost: list[str] = field(default_factory=list)
     _history: History = field(default_factory=History)
     _waiting: dict[int, tuple[Line, Member]] = field(default_factory=dict)
@@ -149,7 +148,7 @@ class Crew:
             trouble = self._hear()
             if trouble and not self.trouble:
                 with self._lock:
-                    self.trouble = trouble
+                    self.trouble, self.troubled_at_s = trouble, time.monotonic()
                     for line in list(self.lines.values()) if self.is_leader else ():
                         line.tell({"end": trouble, "by": self._ends_by})
                     self._pull(signal.Signals(self._ends_by))

@@ -15,6 +15,7 @@ from shoal.launch.afar import Afar, Reporter
 from shoal.launch.again import Ended, Terms
 from shoal.launch.desync import explained
 from shoal.launch.fork import fork_quietly
+from shoal.launch.incident import INCIDENTS
 from shoal.launch.machine import most_ranks, num_cores, num_memory_kills
 from shoal.launch.named import Named, name_of, spec
 from shoal.launch.outcome import ON_REQUEST, Outcome
@@ -146,9 +147,14 @@ class Group:
             is_asked=bool(asked) or (first is None and outcome.exit_code in ON_REQUEST),
         )
 
+    @property
+    def incidents(self) -> Path | None:
+        """The file for what happens in this generation: that of the run, whichever machine leads it."""
+        return Path(self.post.folder) / INCIDENTS if self.post.folder else self._plan.incidents
+
     def _watch(self) -> Vigil | Reporter | None:
-        plan = self._plan
-        if plan.incidents is None:
+        plan, incidents = self._plan, self.incidents
+        if incidents is None:
             return None
         if self._afar is not None and self.post.node:
             return self._afar.watch_from(self.ranks, plan.patience)
@@ -157,7 +163,7 @@ class Group:
             size=self.post.size,
             patience=plan.patience,
             screen=plan.screen,
-            incidents=plan.incidents,
+            incidents=incidents,
             afar=self._afar,
         )
 

@@ -166,6 +166,10 @@ class _Machines(Protocol):
     def afar(self) -> Afar | None:
         """The other machines' ranks, for those who watch; None: there are none."""
 
+    @property
+    def troubled_at_s(self) -> float:
+        """When it was seen last that a machine has to end for another one, on the monotonic clock."""
+
     def watch(self, asked: list[int]) -> None:
         """From now on the ranks run: end them, by `asked`, when the other machines say so."""
 
@@ -187,6 +191,7 @@ class _Alone:
         self._slots, self._store = plan.num_ranks, contextlib.ExitStack()
         self.fds: tuple[int, ...] = ()
         self.afar: Afar | None = None
+        self.troubled_at_s = 0.0
         self.post = self._open(plan.num_ranks)
 
     def __enter__(self) -> "_Alone":
@@ -274,7 +279,7 @@ def _generations(plan: Plan, machines: _Machines, threads: int, asked: list[int]
         if post is None:
             _tell(outcome, group.post.size, asked, plan.screen, why)
             return replace(outcome, seconds=time.monotonic() - began)
-        cause = cause_of(outcome, group.began, ended.done)
+        cause = cause_of(outcome, group.began, ended.done, lost_at_s=machines.troubled_at_s)
 
 
 def _look(machines: _Machines, group: Group, told: Restarted | None, now: float) -> None:

@@ -31,21 +31,24 @@ class Cause:
     is_failure: bool = True
 
 
-def cause_of(outcome: Outcome, began: float, done: int) -> Cause:
+def cause_of(outcome: Outcome, began: float, done: int, *, lost_at_s: float = 0.0) -> Cause:
     """From how the generation before ended.
 
     Args:
         began: when its ranks were made.
+        lost_at_s: when another machine was seen to be gone; of no use where none was.
     """
     if not outcome.failures:
         return Cause(failed="machines came", done=done, at_s=time.monotonic(), is_failure=False)
     first = outcome.failures[0]
+    if first.type == "NodeLost":
+        return Cause(failed=first.message, done=done, at_s=lost_at_s or time.monotonic())
     what = first.error.strip().partition("\n")[0]
     if not first.type:  # an exit in words; the reasons that it may have are for the screen of an end
         what = what.partition(": ")[0]
     where = f" in {first.doing}" if first.doing else ""
     at = f", at {first.user_frame}" if first.user_frame else ""
-    who = what if first.type == "NodeLost" else f"rank {first.rank} failed first{where} ({what[:_WIDTH]}{at})"
+    who = f"rank {first.rank} failed first{where} ({what[:_WIDTH]}{at})"
     return Cause(failed=who, done=done, at_s=began + first.at_s, rank=first.rank)
 
 
@@ -54,7 +57,7 @@ class Restarted:
 
     def __init__(self, cause: Cause, group: Group, plan: Plan) -> None:
         self._cause, self._ranks, self._post = cause, group.ranks, group.post
-        self._screen, self._incidents = plan.screen, plan.incidents
+        self._screen, self._incidents = plan.screen, None if group.post.node else group.incidents
         self._is_told = False
         if plan.terms.counts_all:  # a plain script, of whose steps nobody knows
             self._tell(f"started again, {self._post.size} ranks", {})
