@@ -34,9 +34,10 @@ hosts:
 	DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends $(HOSTS); } >/dev/null 2>&1 || \
 	echo "not all of $(HOSTS) are here: tests that need them are skipped" >&2
 
-# What takes longer on several hosts.
+# What takes longer on several hosts; and every fault, often: docs/faults.md is written anew.
 drill: .venv/ready hosts
 	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 tests/hosts
+	$(BIN)/python benchmarks/drill.py
 
 # Every schedule in every product of pp, dp, fsdp and tp, and every cell of the generality matrix.
 proof: .venv/ready

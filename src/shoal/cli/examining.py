@@ -26,9 +26,14 @@ def doctor(
     cluster: Annotated[Path | None, typer.Option(help="Write the slowest link to this cluster file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write all links as a heat map, SVG.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    drill: Annotated[bool, typer.Option("--drill", help="Hurt small runs here: what becomes of them.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="With --drill: every fault, often; 30 min.")] = False,
+    only: Annotated[str, typer.Option(help="With --drill: the faults with this in their name.")] = "",
     as_json: Json = False,
 ) -> None:
     """Examine machines before a run: what is wrong, why it matters, and the fix. Exit 0 well, 1 warnings, 2 broken."""
+    if drill:
+        raise typer.Exit(_drill(whole=whole, only=only, as_json=as_json))
     from shoal.settings import TrainSettings, resolve
     from shoal.verbs.doctor.command import command
 
@@ -49,3 +54,12 @@ def doctor(
         )
     print_json(report.as_dict()) if as_json else typer.echo(str(report))
     raise typer.Exit(report.exit_code)
+
+
+def _drill(*, whole: bool, only: str, as_json: bool) -> int:
+    from shoal.verbs.drill.command import drill
+
+    with answering(as_json):
+        card = drill(say=lambda text: typer.echo(text, err=True), whole=whole, only=only)
+    print_json(card.as_dict()) if as_json else typer.echo(f"\n{card}")
+    return card.exit_code
