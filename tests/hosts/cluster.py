@@ -53,7 +53,7 @@ class Cluster(Watched):
         number = self.net.hosts.index(host)
         meet = ["--nnodes", str(len(self.net)), "--node-rank", str(number), "--master-addr", self.net[0].address]
         command = self.command(*self._words, *meet, "--master-port", PORT, "--nproc-per-node", "1")
-        variables = {**os.environ, **self.variables, **self._env.get(host.name, {})}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._env.get(host.name, {})}
         into = ("sh", "-c", 'exec "$@" >> "$0" 2>&1', str(self._said(host)))
         self.parents[host.name] = host.start(*into, *command, env=variables)
 

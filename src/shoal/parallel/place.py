@@ -22,7 +22,7 @@ from shoal.parallel.threads import Threads
 from shoal.world import World
 
 if TYPE_CHECKING:
-    from shoal.parallel.pipeline import Costs, Pipeline, Proof
+    from shoal.parallel.pipeline import Costs, Pipeline
     from shoal.parallel.shard import Shards
 
 _KEY = "_shoal_placement"
@@ -124,9 +124,8 @@ def place(
     placement = Placement(world, model=model)
     if world.layout.threads > 1:
         placement.threads = Threads(model, world)
-    proof = None
     if world.layout.pp > 1:
-        placement.pipeline, proof = _survey(model, world, sample, stages, costs)
+        placement.pipeline = _survey(model, world, sample, stages, costs)
     _place_norms(model, world, placement, batch_norm)
     held = model.state_dict(keep_vars=True)
     parts = {name: Part.whole(tensor.shape) for name, tensor in held.items() if isinstance(tensor, Tensor)}
@@ -142,9 +141,6 @@ def place(
         regions = placement.split.regions if placement.split is not None else []
         glued = [[f"{region.name}.{layer}".strip(".") for layer in region.cuts] for region in regions]
         parts = placement.pipeline.cut(parts, glued)
-        world.at_close(placement.pipeline.close)
-        assert proof is not None, "made with the pipeline"
-        placement.pipeline.proof = proof.check(placement.pipeline.owner)
     _place_blocks(model, world)
     if world.mesh.sizes["fsdp"] > 1:
         from shoal.parallel.shard import Shards  # with DTensor and more: half a second that others need not pay
@@ -173,15 +169,15 @@ def place(
 
 def _survey(
     model: nn.Module, world: World, sample: Sample | None, stages: Sequence[Sequence[str]], costs: "Costs | None"
-) -> "tuple[Pipeline, Proof]":
-    from shoal.parallel.pipeline import Pipeline, Proof
+) -> "Pipeline":
+    from shoal.parallel.pipeline import Pipeline
 
     if sample is None:
         raise LayoutError(
             f"{world.layout}: a pipeline looks at what the model does with one sample, and was given none. Pass one to "
             "shoal.place(model, world, sample=((inputs,), {})); the data of a job must have an index for it."
         )
-    return Pipeline(model, world, sample, stated=stages, costs=costs), Proof(model, sample, world)
+    return Pipeline(model, world, sample, stated=stages, costs=costs)
 
 
 def _with_axes_of_holders(parts: dict[str, Part], world: World) -> dict[str, Part]:

@@ -17,6 +17,7 @@ from shoal.parallel.parts import Part
 from shoal.parallel.pipeline.atoms import find_atoms, split_as_told
 from shoal.parallel.pipeline.holding import Guard, check, emptied, named_tensors, names_below, put
 from shoal.parallel.pipeline.program import Cut, Program, balance, holders
+from shoal.parallel.pipeline.proof import Proof
 from shoal.parallel.pipeline.reduce import LateReduction
 from shoal.parallel.pipeline.schedule import Schedule, schedule_name, stages_of
 from shoal.parallel.pipeline.skeleton import Skeleton
@@ -43,7 +44,7 @@ class Pipeline:
         sample: what the model may be called with.
         stated: the modules of each stage, where the job or the model says them.
         costs: the work of modules; by their parameters, where it is left out.
-        evaluates: it will run in evaluation mode, too.
+        is_trial: of a copy, which only trains, and of which nothing is to be proved.
 
     Attributes:
         stages: of this rank.
@@ -63,7 +64,7 @@ class Pipeline:
         *,
         stated: Sequence[Sequence[str]] = (),
         costs: Costs | None = None,
-        evaluates: bool = True,
+        is_trial: bool = False,
     ) -> None:
         if stated and len(stated) != world.layout.num_stages:
             raise LayoutError(
@@ -80,7 +81,7 @@ class Pipeline:
         self._skeleton = Skeleton(model, world, self.atoms, self._view)
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = no_seed
-        self._sample_call, self._evaluates = sample, evaluates and not self._skeleton.is_dry
+        self._sample_call, self._is_trial = sample, is_trial
         _, self._sample = self._skeleton.program(*sample)
         if self._sample.moves_state and world.layout.num_stages > world.layout.pp:
             raise LayoutError(
@@ -91,6 +92,7 @@ class Pipeline:
         self.owner: dict[str, int] = {}
         self.shares: list[float] = []
         self.proof = ""
+        self._proof = None if is_trial else Proof(model, sample, world)
         self.stages: list[Stage] = []
         self.shards: Shards | None = None
 
@@ -128,6 +130,9 @@ class Pipeline:
         self._schedule = Schedule(self._world.layout, self.stages)
         self._last_rank = next(r for r in range(pp) if self._num_stages - 1 in stages_of(self._world.layout, r))
         self.reduction = LateReduction(self._model, self._world, self._holders_of_param)
+        if self._proof is not None:
+            self.proof, self._proof = self._proof.check(self.owner), None
+            self._world.at_close(self.close)
         return held
 
     def close(self) -> None:
@@ -227,7 +232,7 @@ class Pipeline:
     def _all_holders(self) -> dict[str, set[int]]:
         """By name of a tensor its stages: of the sample in training, and as the model runs in evaluation."""
         found = holders(self._sample, self._sample_cut, self._contents)
-        if not self._evaluates:
+        if self._is_trial or self._skeleton.is_dry:
             return found
         with evaluating(self._model), torch.no_grad():
             self._skeleton.follow()
@@ -343,7 +348,7 @@ class Pipeline:
         except ShoalError:
             raise
         except Exception as error:
-            if self._evaluates or self._skeleton.is_dry:
+            if not self._is_trial:
                 raise
             raise LayoutError(  # a proof, on what has run as a whole
                 f"{self._world.layout}: in stage {stage} the model's own forward fails, which ran as a whole "

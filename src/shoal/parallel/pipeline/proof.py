@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from shoal.data.randomness import streams_kept
 from shoal.errors import LayoutError
+from shoal.parallel.meeting import Streams
 from shoal.parallel.parts import Part
 from shoal.parallel.tensor.stream import Undropped
 from shoal.parallel.wide import WIDTHS, draws, is_close, moved, tensors_in, weights, wide
@@ -53,8 +53,9 @@ class Proof:
         # As many micro-batches as a schedule asks for; where any number will do, two.
         layout = world.layout
         self._num_micro = min(2, layout.micro) if layout.num_stages == layout.pp else layout.micro
-        with streams_kept():
-            self.left_out = self._try_whole(model)
+        streams = Streams()
+        self.left_out = self._try_whole(model)
+        streams.restore()
 
     def _try_whole(self, model: nn.Module) -> str:
         """The answers of the whole model, or why there are none."""
@@ -117,8 +118,9 @@ class Proof:
         """
         if why := next(filter(None, self._world.gather_text(self.left_out)), ""):
             return f"none: {why}"
-        with streams_kept():
-            wrong = self._wrong(owner)
+        streams = Streams()
+        wrong = self._wrong(owner)
+        streams.restore()
         told = [text for text in self._world.gather_text(wrong) if text]
         if told:
             raise LayoutError(
@@ -137,7 +139,7 @@ class Proof:
         stated = [[name for name, stage in owner.items() if stage == s] for s in range(self._world.layout.num_stages)]
         parts = {n: Part.whole(t.shape) for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         with self._around():
-            pipeline = Pipeline(model, self._world, self._call(), stated=stated, evaluates=False)
+            pipeline = Pipeline(model, self._world, self._call(), stated=stated, is_trial=True)
             held = pipeline.cut(parts)
         wrong = ""
         for step, expected in enumerate(self._whole):

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import pickle
 import random
 import shutil
 import time
@@ -80,13 +79,9 @@ def _remove(folder: Path, chance: random.Random) -> None:
 
 
 def _pickle(folder: Path, chance: random.Random) -> None:
-    """What runs when it is unpickled."""
-
-    class Writes:
-        def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-            return Path.write_text, (folder.parents[2] / "outside", "")
-
-    _some_file(folder, chance).write_bytes(pickle.dumps(Writes()))
+    """One that makes a folder when it is read: os.mkdir, in the oldest protocol."""
+    made = str(folder.parents[2] / "outside")
+    _some_file(folder, chance).write_bytes(b"cos\nmkdir\n(V%s\ntR." % made.encode())
 
 
 def _name_outside(folder: Path, chance: random.Random) -> None:

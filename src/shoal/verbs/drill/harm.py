@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SIGNS = "SHOAL_DRILL_SIGNS"  # in the environment: the folder of the signs
 _STAYS = "slow"  # the one sign that is obeyed until it is taken away
 _SLOW_S = 0.05
 
@@ -26,17 +25,17 @@ def sign(folder: Path, place: str, rank: int, kind: str) -> Path:
     return partial.rename(path)
 
 
-def note_pid(rank: int) -> None:
-    """Where the drill finds this process."""
-    if folder := os.environ.get(SIGNS):
+def note_pid(folder: str, rank: int) -> None:
+    """Where the drill finds this process; without a folder it does not look."""
+    if folder:
         partial = Path(folder, f"pid-{rank}.tmp")
         partial.write_text(str(os.getpid()))
         partial.rename(partial.with_suffix(""))
 
 
-def obey(place: str, rank: int, value: Tensor) -> Tensor:
+def obey(folder: str, place: str, rank: int, value: Tensor) -> Tensor:
     """`value`, after whatever harm is asked for here."""
-    path = f"{os.environ.get(SIGNS, '')}/{place}-{rank}"
+    path = f"{folder}/{place}-{rank}"
     if not os.path.exists(path):
         return value
     kind = Path(path).read_text()

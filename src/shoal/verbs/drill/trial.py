@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,8 @@ class Watched:
 
     def command(self, *words: str) -> list[str]:
         """What starts it."""
-        return [sys.executable, "-m", "shoal", "train", JOB, "--run", str(self.run), "--log-every", "1", *words]
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Of the environment that it is started in."""
-        return {"OMP_NUM_THREADS": "1", harm.SIGNS: str(self.signs)}
+        where = ["--run", str(self.run), "--set", f"signs={self.signs}", "--threads", "1", "--log-every", "1"]
+        return [sys.executable, "-m", "shoal", "train", JOB, *where, *words]
 
     def is_over(self) -> bool:
         """Nothing of it runs any more."""
@@ -131,17 +126,16 @@ class Trial(Watched):
         words: after `shoal train JOB`.
     """
 
-    def __init__(self, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, *words: str) -> None:
         super().__init__(folder)
         self.lines: list[str] = []  # what it says
-        self._words, self._env = words, {**os.environ, **self.variables, **(env or {})}
+        self._words = words
         self.start()
 
     def start(self, *more: str) -> None:
         """The command, again."""
         self.process = subprocess.Popen(
             self.command(*self._words, *more),
-            env=self._env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
