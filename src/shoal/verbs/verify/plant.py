@@ -12,6 +12,7 @@ from torch import Tensor
 import shoal.run.run
 import shoal.step.step
 from shoal.parallel.parts import local_of
+from shoal.parallel.pipeline.proof import Proof
 
 ASSEMBLY = import_module("shoal.run.assemble")  # as an attribute, `shoal.run.assemble` is the function
 
@@ -55,6 +56,7 @@ def unguarded() -> Iterator[None]:
         (shoal.run.run, "check_first_step", []),
         (ASSEMBLY, "check_optimizer", []),
         (shoal.step.step, "check_additive", None),
+        (Proof, "check", "none: a mistake is planted"),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in checks:
