@@ -30,9 +30,7 @@ def on_hosts(repeats: int) -> list[Row]:
         settings = os.environ | {"SHOAL_DRILL": "1", "SHOAL_DRILL_NOTES": str(notes)}
         for number in range(repeats):
             words = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/hosts/test_faults.py"]
-            done = subprocess.run(
-                words, cwd=ROOT, env=settings, check=False
-            )
+            done = subprocess.run(words, cwd=ROOT, env=settings, check=False)
             print(f"hosts ({number + 1} of {repeats}): pytest ended with {done.returncode}", file=sys.stderr)
         for line in notes.read_text().splitlines() if notes.exists() else ():
             note = json.loads(line)
