@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trainings import assert_same_training, record
 from zoo import Text
+
+from shoal.errors import JobError
 
 
 class Scaled(nn.Module):
@@ -101,3 +104,26 @@ def test_every_gradient_counts_once(model, layout):
             return model()
 
     assert_same_training(record(Job, layout), record(Job)[0])
+
+
+class Reentrant(Scaled):
+    """Runs a backward of its own within the backward."""
+
+    class Block(nn.Linear):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=True) if x.requires_grad else super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(8, 8) for _ in range(4))
+
+
+def test_what_cannot_be_halved_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Job(Text):
+        def model(self):
+            return Reentrant()
+
+    assert_same_training(record(Job, "pp2:micro=4"), record(Job)[0])
+    with pytest.raises(JobError, match=r"cannot be halved .* 1f1b, gpipe, interleaved"):
+        record(Job, "pp2:micro=4,schedule=zbv")

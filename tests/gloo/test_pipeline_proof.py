@@ -1,5 +1,6 @@
 """Whatever a model's own Python does around its modules: in stages it is the same training, or refused before it."""
 
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -138,6 +139,27 @@ def test_it_is_the_same_training(net):
 class ReturnsAWeight(Net):
     def forward(self, tokens):
         return super().forward(tokens), self.token.weight
+
+
+@dataclass
+class Answer:
+    """No tree that torch knows."""
+
+    logits: object
+    size: object
+
+
+class ReturnsAnObject(Net):
+    """With a value of the first stage in it."""
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        return Answer(self.head(self.between(x)), x.square().mean(-1, keepdim=True))
+
+
+def test_a_model_may_return_an_object():
+    made = job(ReturnsAnObject, loss=lambda self, output, batch: token_loss(output.logits * output.size, batch[1]))
+    assert_same_training(record(made, SPLIT), record(made)[0])
 
 
 def test_a_model_may_return_a_weight_for_the_loss():
@@ -297,6 +319,16 @@ class CutByItsNumbers(Net):
         return F.pad(out, (0, 0, 0, tokens.shape[1] - out.shape[1]))
 
 
+def scripted(*sizes):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+        return torch.jit.script(nn.Linear(*sizes))
+
+
+class Scripted(Net):
+    block = staticmethod(scripted)  # type: ignore[assignment]
+
+
 class ThroughNumpy(Net):
     def between(self, x):
         return x + float(super().between(x).detach().numpy().mean())
@@ -326,6 +358,7 @@ OTHERWISE = "does not compute what it computes whole"
         (TwoInOneMemory, JobError, "blocks.0.weight and blocks.1.weight are two parameters in one memory"),
         (StateBesideTensors, JobError, "has a state of its own beside its tensors"),
         (CutByItsNumbers, JobError, "it depends on their numbers"),
+        (Scripted, JobError, "is compiled by torch.jit"),
         (ThroughNumpy, LayoutError, "cannot be followed on shapes alone"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

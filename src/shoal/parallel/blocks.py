@@ -69,7 +69,8 @@ def _groups(children: Mapping[str, nn.Module], key: Callable[[nn.Module], Any]) 
 
 def _shapes(module: nn.Module) -> object:
     shapes = tuple((name, param.shape) for name, param in module.named_parameters())
-    can_be_called = type(module).forward is not nn.Module.forward  # a plain ModuleList cannot
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))  # scripted ones show it so alone
+    can_be_called = owner is not nn.Module  # a plain ModuleList cannot
     return (type(module), shapes) if shapes and can_be_called else None
 
 

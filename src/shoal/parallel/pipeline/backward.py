@@ -1,6 +1,7 @@
 """Backward of one micro-batch in one stage: whole, or the gradients of what it received before those of its weights."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.pipelining._backward import (
     stage_backward_input,
     stage_backward_weight,
 )
+
+from shoal.errors import JobError
 
 Used = Sequence[tuple[Tensor, Tensor]]  # outputs, each with its gradient
 
@@ -38,8 +41,22 @@ def first_half(used: Used, received: list[Any], params: Callable[[], list[nn.Par
         return lambda: None
     # torch cuts the graph behind these tensors in place, which it cannot do to a view.
     ends = [tensor.clone() for tensor, _ in used]
-    _, groups = stage_backward_input(ends, [grad for _, grad in used], received, iter(params()))
+    with _halved():
+        _, groups = stage_backward_input(ends, [grad for _, grad in used], received, iter(params()))
     return lambda: _second_half(groups, params())
+
+
+@contextlib.contextmanager
+def _halved() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error.__cause__ or error).partition("\n")[0]
+        raise JobError(
+            f"this schedule runs a backward in two halves, and one of this model's cannot be halved ({why}). Something "
+            "in it runs a backward of its own (a reentrant checkpoint, a function that writes gradients itself). Take "
+            "a schedule that runs it whole: 1f1b, gpipe, interleaved."
+        ) from error
 
 
 def _second_half(groups: list[dict[str, Any]], params: list[nn.Parameter]) -> None:
@@ -48,7 +65,8 @@ def _second_half(groups: list[dict[str, Any]], params: list[nn.Parameter]) -> No
     for group in groups:
         for node, grads in zip(group["intermediates"], group.get("grads", ()), strict=False):
             kept.append(node.register_prehook(lambda _, grads=grads: grads))
-    stage_backward_weight(iter(params), groups)
+    with _halved():
+        stage_backward_weight(iter(params), groups)
     for handle in kept:
         handle.remove()
 

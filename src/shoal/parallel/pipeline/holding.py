@@ -21,6 +21,11 @@ def check(model: nn.Module) -> None:
     """
     _check_memory(model)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(
+                f"{name or 'the model'} is compiled by torch.jit, and a pipeline cannot look into it. Give it the "
+                "module itself, or take a layout without pp."
+            )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise JobError(
                 f"{name or 'the model'} has a state of its own beside its tensors (get_extra_state), and in a pipeline "

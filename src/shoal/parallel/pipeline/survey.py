@@ -30,6 +30,7 @@ from shoal.parallel.pipeline.values import (
     versions_of,
 )
 from shoal.parallel.pipeline.walk import HOOKS, NO_NUMBERS, Walk, run_atom
+from shoal.parallel.wide import tensors_in as all_tensors_in
 from shoal.parallel.writes import memory_of, written_by
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -150,11 +151,12 @@ class Survey(Walk):
 
     def end(self, output: Any) -> Program:
         """The program, given what the model has returned."""
-        _check_sides(tensors_in(output), "the end")
+        returned = list(all_tensors_in(output))
+        _check_sides(returned, "the end")
         # Only now: within a function of autograd's own, and before its view was written, a tensor has no gradient.
         for number, tensor in enumerate(self._made):
             self.program.values[number] = replace(self.program.values[number], requires_grad=tensor.requires_grad)
-        self.program.returns, self.program.result = uses_of(tensors_in(output)), output
+        self.program.returns, self.program.result = uses_of(returned), output
         return self.program
 
     def _fake(self, tensor: Tensor) -> Tensor:

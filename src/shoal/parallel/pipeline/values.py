@@ -3,12 +3,14 @@
 A value is numbered in its own `__dict__`, by each walk anew.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
 
 from shoal.parallel.writes import memory_of
 
@@ -46,6 +48,11 @@ def mapped(convert: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return kind([mapped(convert, leaf) for leaf in tree])
     if kind is dict:
         return {key: mapped(convert, leaf) for key, leaf in tree.items()}
+    if dataclasses.is_dataclass(kind) and kind not in SUPPORTED_NODES:
+        made = copy.copy(tree)
+        for each in dataclasses.fields(kind):
+            object.__setattr__(made, each.name, mapped(convert, getattr(tree, each.name)))
+        return made
     return tree_map_only(Tensor, convert, tree)
 
 
