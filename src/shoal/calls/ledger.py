@@ -193,7 +193,12 @@ def _end(place: str) -> bytes:
     return data if len(data) <= most else b"..." + data[3 - most :]
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("a+b") as file:
-        file.truncate(SIZE)
-        return mmap.mmap(file.fileno(), SIZE)
+def _mapped(path: Path) -> bytearray | mmap.mmap:
+    """Written whole: a hole in it, on a disk that is full, would end the process when it is noted into."""
+    try:
+        with path.open("a+b") as file:
+            file.write(bytes(SIZE - file.tell()))
+            file.flush()
+            return mmap.mmap(file.fileno(), SIZE)
+    except OSError:  # no room: nobody can read the notes, and training goes on
+        return bytearray(SIZE)
