@@ -174,7 +174,7 @@ def sometimes_busy(test):
 
 @sometimes_busy
 def test_a_tenth_of_a_second_of_reading_is_a_tenth_of_a_second_of_waiting_for_data():
-    found = command(Slow(read_s=0.025), ["lone", "dp2"], rounds=1, block=1, quiet=True)
+    found = command(Slow(read_s=0.025), ["lone", "dp2"], rounds=3, block=1, quiet=True)
     for row, samples in zip(found.rows, (4, 2), strict=True):
         for rank in row.ranks:
             assert rank.spent.data_s == pytest.approx(0.025 * samples, abs=0.005)
