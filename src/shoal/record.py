@@ -46,6 +46,7 @@ _DOING_AT = _PLACE.size
 _MESSAGE_AT = _DOING_AT + _DOING.size
 _SPENT_AT = _MESSAGE_AT + _MESSAGE.size
 SIZE = _SPENT_AT + len(Phase) * _SPENT.size
+_PAUSE = "pause"  # a file beside the records of a group
 _REMEMBERED = 9  # durations of a phase, of which the usual one is the median
 _LOOKS = 5
 
@@ -132,6 +133,17 @@ def prepare(path: Path) -> None:
     buffer = bytearray(SIZE)
     _DOING.pack_into(buffer, _DOING_AT, 0, Phase.SETUP, 0, time.monotonic_ns())
     path.write_bytes(buffer)
+
+
+def note_pause(path: Path) -> None:
+    """Beside the record of any process of a group: it is asked to end, and the group starts again at once."""
+    with contextlib.suppress(OSError):  # then the run says that it was stopped, and goes on all the same
+        path.with_name(_PAUSE).touch()
+
+
+def is_pause(path: Path) -> bool:
+    """Whether that was noted."""
+    return path.with_name(_PAUSE).exists()
 
 
 def look(path: Path) -> Seen:

@@ -70,6 +70,24 @@ def test_a_rank_that_does_not_listen_to_ctrl_c_is_ended_all_the_same(tmp_path):
     assert survivors(tmp_path, within_s=0) == []
 
 
+class CutShortError(ValueError):
+    """Ctrl-C comes while its words are made."""
+
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "no batch left"
+
+
+def fail_while_interrupted(place):
+    raise CutShortError
+
+
+def test_a_rank_that_is_interrupted_while_it_reports_still_says_why_it_failed():
+    """As where another machine ends all ranks in the moment in which this one fails."""
+    outcome = start(fail_while_interrupted, 1, screen=lambda text: None)
+    assert [failure.message for failure in outcome.failures] == ["no batch left"]
+
+
 def test_ranks_may_save_after_sigterm_and_the_exit_code_says_that_they_were_told(tmp_path):
     def work(place):
         told = []

@@ -80,7 +80,7 @@ def test_a_host_that_comes_back_is_taken_in_again(running, reference):
     with noted("a host is lost, and comes back") as found:
         cluster = running(3, *ELASTIC, "--set", "pace_ms=100")
         gone, began = cluster.net[2], time.monotonic()
-        gone.run("sh", "-c", "kill -9 -1")
+        cluster.kill(gone)
         cluster.goes_on(found, began, 15)
         cluster.start(gone)
         cluster.until(lambda: bool(cluster.incidents("grows")), "grown again")

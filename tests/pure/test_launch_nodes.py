@@ -2,17 +2,20 @@
 
 import contextlib
 import random
+import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from shoal.errors import LaunchError
 from shoal.launch import crew as crew_room
 from shoal.launch import muster
-from shoal.launch.again import Ended
+from shoal.launch.again import Ended, History
 from shoal.launch.ending import first_cause
+from shoal.launch.line import Line
 from shoal.launch.muster import check_alike, meet
 from shoal.launch.nodes import Nodes, check_words, listening
 from shoal.launch.outcome import Failure, Outcome
@@ -221,7 +224,58 @@ def test_the_cause_is_told_to_all_and_not_its_echoes():
     assert [machine.final.failures[0].message.splitlines()[0] for machine in found] == ["no batch left"] * 3
     assert all("on node 2" in machine.final.failures[0].message for machine in found[:2])
     told = {"exit_code": 1, "is_echo": True, "message": "Connection closed by peer"}
-    assert first_cause({0: told, 1: {"exit_code": 0}})["node"] == 0
+    assert first_cause({0: told, 1: {"exit_code": 0}}, [])["node"] == 0
+
+
+@pytest.mark.parametrize(
+    ("type_name", "lost", "is_echo"),
+    [
+        ("", ["node 0 (h1) is gone"], True),  # a rank that breaks in native code, whose peer's machine is gone
+        ("ValueError", ["node 0 (h1) is gone"], False),
+        ("", [], False),
+    ],
+)
+def test_beside_a_machine_that_is_lost_only_a_failure_with_words_is_a_cause(type_name, lost, is_echo):
+    told = {"exit_code": 1, "is_echo": False, "type": type_name, "message": "exit code 1"}
+    final = first_cause({1: told, 2: {**told, "is_echo": True}}, lost)
+    assert (final["node"], final["is_echo"], final["lost"]) == (1, is_echo, lost)
+
+
+class Outbox:
+    """A connection that keeps what is sent."""
+
+    data = b""
+
+    def sendall(self, data):
+        self.data += data
+
+    def getpeername(self):
+        return "127.0.0.1", 1
+
+
+def test_what_ended_a_generation_does_not_end_the_next():
+    """Also where the next is told in the same breath; and a machine that is lost meanwhile is lost to the next."""
+    port = free_port()
+    first, second = (Machine(Nodes(num=2, rank=rank, port=port)) for rank in range(2))
+    until = time.monotonic() + 10
+    while (first.post is None or second.post is None) and time.monotonic() < until:
+        time.sleep(0.01)
+    held = Line(Outbox(), first.crew.key)
+    held.tell({"end": "node 0 (h1) failed", "by": signal.SIGINT})
+    roster = {str(node): vars(member) for node, member in first.crew.members.items()}
+    following = vars(replace(second.post, generation=1, address="the next"))
+    told = {"final": {}, "why": "", "history": History(generation=1).as_dict(), "leader": 0}
+    held.tell({**told, "next": following, "roster": {**roster, "7": roster["1"]}})
+    first.crew.lines[1].connection.sendall(held.connection.data)
+    while 7 not in second.crew.members and time.monotonic() < until:
+        time.sleep(0.01)
+    assert 7 in second.crew.members
+    assert second.crew.trouble == ""
+    first.crew.lines[1].connection.shutdown(socket.SHUT_RDWR)
+    while not second.crew.trouble and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "node 0" in second.crew.trouble
+    assert "is gone" in second.crew.lost[0]
 
 
 @pytest.mark.parametrize(

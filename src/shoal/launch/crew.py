@@ -24,13 +24,13 @@ from shoal.errors import LaunchError, ShoalError
 from shoal.launch.afar import Afar
 from shoal.launch.again import Ended, History, Terms, decide
 from shoal.launch.ending import concluded, ending_of, first_cause, merged
-from shoal.launch.guests import member_of, reach, say_where, why_not
+from shoal.launch.guests import member_of, reach, receive, say_where
 from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import ON_REQUEST, TERMINATED, Outcome
 from shoal.launch.posts import Member, Post, posts_of
 from shoal.launch.supervise import Rank
-from shoal.record import look
+from shoal.record import look, note_pause
 
 ALIVE_S = 1.0
 LOST_S = 10.0  # without a word
@@ -124,9 +124,9 @@ class Crew:
         """On the leader, now and then: once a step is done, machines that have come are let in after the next."""
         if not self._waiting or self.is_pausing or not self.is_leader:
             return
-        room = self._slots()
-        if self.terms.fitting(room) > self.post.size and any(look(rank.record).steps_here for rank in ranks):
+        if self.terms.fitting(self._slots()) > self.post.size and any(look(rank.record).steps_here for rank in ranks):
             self.is_pausing = True
+            note_pause(ranks[0].record)
             for line in list(self.lines.values()):
                 line.tell({"pause": True})
             self._pull(signal.SIGTERM)
@@ -145,16 +145,19 @@ class Crew:
                 spoke = time.monotonic()
                 for line in [*self.lines.values(), *(line for line, _ in list(self._waiting.values()))]:
                     line.tell({"alive": True})
-            trouble = self._hear()
-            if trouble and not self.trouble:
-                with self._lock:
-                    self.trouble, self.troubled_at_s = trouble, time.monotonic()
-                    for line in list(self.lines.values()) if self.is_leader else ():
-                        line.tell({"end": trouble, "by": self._ends_by})
-                    self._pull(signal.Signals(self._ends_by))
+            self._hear()
 
-    def _hear(self) -> str:
-        """What has come in a moment; why to end, if so."""
+    def _must_end(self, why: str) -> None:
+        """There is trouble. Under the lock of what brought it, so that none is taken for the next generation's."""
+        if self.trouble or not why:
+            return
+        self.trouble, self.troubled_at_s = why, time.monotonic()
+        for line in list(self.lines.values()) if self.is_leader else ():
+            line.tell({"end": why, "by": self._ends_by})
+        self._pull(signal.Signals(self._ends_by))
+
+    def _hear(self) -> None:
+        """What has come in a moment."""
         known: dict[socket.socket, int] = {line.connection: node for node, line in list(self.lines.items())}
         left = [node for node, line in list(self.lines.items()) if line.has_left()]
         with contextlib.suppress(OSError, ValueError):
@@ -162,55 +165,57 @@ class Crew:
             if self.listener in ready:
                 self._welcome()
             for node in [*left, *(known[one] for one in ready if one in known)]:
-                trouble = self._take(node) if node in self.lines else ""
-                if trouble:
-                    return trouble
+                if node in self.lines:
+                    self._take(node)
         limit_s = LOST_ELASTIC_S if self.terms.is_elastic else LOST_S
         for node, line in list(self.lines.items()):
             silent_s = time.monotonic() - line.heard_at
             if silent_s > limit_s and (node not in self.endings or node == self.leader):
-                return self._lose(node, f"has said nothing for {silent_s:.0f} s")
-        return ""
+                self._lose(node, f"has said nothing for {silent_s:.0f} s")
 
-    def _take(self, node: int) -> str:
+    def _take(self, node: int) -> None:
         try:
             messages = self.lines[node].listen()
         except (LaunchError, ValueError):
             messages = None
         if messages is None:
-            return self._lose(node, "is gone")
-        return next(filter(None, [self._understand(node, told) for told in messages]), "")  # all are understood
+            self._lose(node, "is gone")
+        for told in messages or ():
+            with self._lock:
+                self._understand(node, told)
 
-    def _understand(self, node: int, told: Mapping[str, Any]) -> str:
+    def _understand(self, node: int, told: Mapping[str, Any]) -> None:
         if "afar" in told:
             self.afar.hear(node, told["afar"])
-        if "ended" in told:
+        if "ended" in told and node in self.members:
             self.endings[node] = told["ended"]
             code = told["ended"]["exit_code"]
             if code and not self.is_pausing:
                 self._ends_by = signal.SIGTERM if code == TERMINATED else signal.SIGINT
-                return f"{self._name(node)} {'was asked to end' if code in ON_REQUEST else 'failed'}"
+                self._must_end(f"{self._name(node)} {'was asked to end' if code in ON_REQUEST else 'failed'}")
         if "pause" in told:
             self.is_pausing = True
             self._pull(signal.SIGTERM)
         if "final" in told:
             self._turn(told)
         self._ends_by = told.get("by", self._ends_by)
-        return str(told.get("end", ""))
+        self._must_end(str(told.get("end", "")))
 
-    def _lose(self, node: int, how: str) -> str:
+    def _lose(self, node: int, how: str) -> None:
         """A machine is gone; what that means for this one."""
-        line = self.lines.pop(node, None)
-        if line is not None:
-            line.close()
-        is_done = self._final is not None or (node in self.endings and not self.terms.is_elastic)
-        if is_done or (node != self.leader and not self.is_leader):
-            return ""
-        if self.is_leader:
-            self.members.pop(node, None)
-        text = f"{self._name(node)} {how}"
-        self.lost.append(text)
-        return text
+        with self._lock:
+            if node in self.lines:
+                self.lines.pop(node).close()
+            is_last = self._final is not None and self._final["next"] is None
+            if is_last or (node in self.endings and not self.terms.is_elastic) or node not in self.members:
+                return
+            if self.is_leader:
+                self.members.pop(node)
+            elif node != self.leader:
+                return
+            text = f"{self._name(node)} {how}"
+            self.lost.append(text)
+            self._must_end(text)
 
     def _name(self, node: int) -> str:
         return f"node {node} ({self.names.get(node, 'unknown')})"
@@ -220,19 +225,9 @@ class Crew:
     def _welcome(self) -> None:
         """A machine that comes back, or one that holds this one for the next leader; strangers are sent away."""
         connection, _ = self.listener.accept()
-        connection.settimeout(2.0)
-        line = Line(connection, self.key)
-        try:
-            hello = line.first_words()
-            node = int(hello["node"])
-            why = why_not(self, hello)
-        except (LaunchError, ValueError, KeyError):
-            why = "this run has another id or secret (--rdzv-id, SHOAL_SECRET)"
-        if why:
-            line.tell({"refused": why})
-            line.close()
+        if (come := receive(connection, self.key, self)) is None:
             return
-        connection.setblocking(False)
+        line, hello, node = come
         if "heir" in hello:
             self.lines[node] = line
             return
@@ -263,12 +258,12 @@ class Crew:
         post = None if final.get("next") is None else Post(**final["next"])
         is_calm = not was_pulled or self._ends_by == signal.SIGTERM
         if not is_calm or outcome.exit_code not in ON_REQUEST:  # else somebody asked for it, here or there
-            why = self.trouble or next(iter(final.get("lost", ())), "")
+            why = next(iter(final.get("lost", ())), "") or self.trouble
             outcome = concluded(outcome, final, me=self.nodes.rank, names=self.names, trouble=why)
         if post is None:
             return outcome, None, str(final.get("why", ""))
         with self._lock:
-            self.post, self._final, self.lost = post, None, []
+            self.post, self._final = post, None
             self.afar = self._new_afar()
         return outcome, post, ""
 
@@ -277,11 +272,12 @@ class Crew:
         told: Line | None = None
         since = time.monotonic()
         while not self.is_leader:
-            line = self.lines.get(self.leader)
-            if self._final is not None:
-                return self._final
+            with self._lock:
+                line, final = self.lines.get(self.leader), self._final
+            if final is not None:
+                return final
             if line is None and not self.terms.is_elastic:
-                return own
+                return first_cause({self.nodes.rank: own}, self.lost)
             if line is None:
                 self._succeed()
                 continue
@@ -303,6 +299,8 @@ class Crew:
         line = reach(self.members[self.leader], self.key, hello, within_s=HEIR_S)
         if line is not None:
             self.lines[self.leader] = line
+        else:
+            self.lost.append(f"{self._name(self.leader)} cannot be reached")
 
     def _lead(self, own: dict[str, Any]) -> dict[str, Any]:
         """On the leader: hear all, decide, tell all."""
@@ -322,7 +320,7 @@ class Crew:
         for node in missing:
             self.lost.append(f"{self._name(node)} did not come")
             self.members.pop(node, None)
-        final: dict[str, Any] = {**first_cause(self.endings), "lost": list(self.lost)}
+        final: dict[str, Any] = first_cause(self.endings, self.lost)
         decision = decide(
             self.terms,
             self._history,
@@ -336,8 +334,7 @@ class Crew:
                 posts = self._posts(decision.size, decision.history.generation)
             except (ShoalError, OSError) as error:
                 why = str(error)
-        self._tell_all(final, posts, decision.history, why)
-        return {**final, "why": why, "next": vars(posts[me]) if me in posts else None}
+        return self._tell_all(final, posts, decision.history, why)
 
     def _slots(self) -> int:
         return sum(member.slots for member in (self.members | {n: m for n, (_, m) in self._waiting.items()}).values())
@@ -357,17 +354,19 @@ class Crew:
         common = {"generation": generation, "fence": fence, "folder": self.folder}
         return posts_of(self.members, me, size, address=address, port=self.open_store(address), **common)
 
-    def _tell_all(self, final: Mapping[str, Any], posts: Mapping[int, Post], history: History, why: str) -> None:
-        roster = {str(node): vars(member) for node, member in self.members.items()}
+    def _tell_all(
+        self, final: Mapping[str, Any], posts: Mapping[int, Post], history: History, why: str
+    ) -> dict[str, Any]:
+        """On the leader: what follows; what this machine itself is told of it."""
+        me, roster = self.nodes.rank, {str(node): vars(member) for node, member in self.members.items()}
+        told = {"final": final, "why": why, "history": history.as_dict(), "roster": roster, "leader": me}
+        following = {node: vars(post) for node, post in posts.items()}
         with self._lock:
-            self._history = history
-            if posts:
-                self.endings, self.trouble, self.is_pausing = {}, "", False
-        for node, line in [*self.lines.items(), *((n, line) for n, (line, _) in self._waiting.items())]:
-            told = {"final": dict(final), "why": why, "history": history.as_dict(), "roster": roster}
-            line.tell({**told, "next": vars(posts[node]) if node in posts else None, "leader": self.nodes.rank})
+            for node, line in [*self.lines.items(), *((n, line) for n, (line, _) in self._waiting.items())]:
+                line.tell({**told, "next": following.get(node)})
+            return self._turn({**told, "next": following.get(me)})
 
-    def _turn(self, told: Mapping[str, Any]) -> None:
+    def _turn(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """What the leader has decided; from here on, all that comes is of the next generation."""
         with self._lock:
             self._final = {**told["final"], "why": told["why"], "next": told["next"]}
@@ -375,13 +374,15 @@ class Crew:
             if told["next"] is not None:
                 self.members = {int(node): Member(**row) for node, row in told["roster"].items()}
                 self.names |= {node: member.host for node, member in self.members.items()}
-                self.endings, self.trouble, self.is_pausing = {}, "", False
+                self.endings, self.trouble, self.lost, self.is_pausing = {}, "", [], False
+            return self._final
 
     def begin(self, size: int) -> None:
         """On the leader, when all have come: the posts of the first generation."""
         posts = self._posts(size, 0)
         self.post = posts[self.nodes.rank]
         self._tell_all({}, posts, self._history, "")
+        self._final = None
 
     def joined(self, told: Mapping[str, Any]) -> None:
         """On another machine: what the leader has told it when it came."""

@@ -29,11 +29,19 @@ def ending_of(outcome: Outcome, ended: Ended, *, first: int, trouble: str) -> di
     }
 
 
-def first_cause(endings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """The ending that explains the others: a failure that is no echo of another one, of the lowest node."""
-    failed = [(bool(told.get("is_echo")), node) for node, told in endings.items() if told["exit_code"]]
-    node = min(failed)[1] if failed else min(endings)
-    return {**endings[node], "node": node}
+def first_cause(endings: Mapping[int, dict[str, Any]], lost: Sequence[str]) -> dict[str, Any]:
+    """The ending that explains the others: a failure that is no echo of another one, of the lowest node.
+
+    Args:
+        lost: machines that are gone. Ranks elsewhere then end in many ways; only one that says why is no echo.
+    """
+    failed = [
+        (bool(told["is_echo"]) or (bool(lost) and not told["type"]), node)
+        for node, told in endings.items()
+        if told["exit_code"]
+    ]
+    is_echo, node = min(failed, default=(True, min(endings)))
+    return {**endings[node], "node": node, "is_echo": is_echo, "lost": list(lost)}
 
 
 def merged(
@@ -78,12 +86,11 @@ def concluded(
         names: of the hosts, by number.
         trouble: why ranks were ended that had not failed themselves.
     """
-    first = outcome.failures[0] if outcome.failures else None
     node = int(final.get("node", me))
     if final["exit_code"] and not final["is_echo"] and node != me:
         far = _far(final, f"node {node} ({names.get(node, '')})")
         return replace(outcome, exit_code=int(final["exit_code"]), failures=(far,), others=())
-    if trouble and (first is None or first.is_echo):
+    if trouble and final["is_echo"]:
         rank = int(final["rank"])
         failure = Failure(rank=rank, exit_code=FAILED, type="NodeLost", message=trouble, is_lesson=True)
         return replace(outcome, exit_code=FAILED, failures=(failure,), others=())

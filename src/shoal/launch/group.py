@@ -18,7 +18,7 @@ from shoal.launch.fork import fork_quietly
 from shoal.launch.incident import INCIDENTS
 from shoal.launch.machine import most_ranks, num_cores, num_memory_kills
 from shoal.launch.named import Named, name_of, spec
-from shoal.launch.outcome import ON_REQUEST, Outcome
+from shoal.launch.outcome import INTERRUPTED, ON_REQUEST, Outcome
 from shoal.launch.output import Show
 from shoal.launch.posts import Post
 from shoal.launch.rank import Seat, Work, end_forked, run, take_forked_seat
@@ -247,9 +247,12 @@ def _fork(work: Work, seat: Seat, closing: tuple[int, ...]) -> tuple[int, Callab
 
 
 def _forked(work: Work, seat: Seat, closing: tuple[int, ...]) -> None:
-    take_forked_seat(seat, closing)
-    code = run(work, seat)
-    end_forked()
+    try:
+        take_forked_seat(seat, closing)
+        code = run(work, seat)
+        end_forked()
+    except KeyboardInterrupt:  # before the work has begun, or after its end
+        code = INTERRUPTED
     sys.exit(code)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.errors import LaunchError
 from shoal.launch.again import Terms
 from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes
@@ -44,6 +45,24 @@ def why_not(known: Knows, hello: Mapping[str, Any]) -> str:
         if hello["facts"].get(name) != own:
             return f"{name} differs: {own} here, {hello['facts'].get(name)} on {hello['host']}"
     return ""
+
+
+def receive(connection: socket.socket, key: bytes, known: Knows) -> tuple[Line, dict[str, Any], int] | None:
+    """The line to somebody who has come, the first words, and the node; None for one who was told why not."""
+    connection.settimeout(2.0)
+    line = Line(connection, key)
+    try:
+        hello = line.first_words()
+        node = int(hello["node"])
+        why = why_not(known, hello)
+    except (LaunchError, ValueError, KeyError):
+        why = "this run has another id or secret (--rdzv-id, SHOAL_SECRET)"
+    if why:
+        line.tell({"refused": why})
+        line.close()
+        return None
+    connection.setblocking(False)
+    return line, hello, node
 
 
 def member_of(hello: Mapping[str, Any], line: Line) -> Member:

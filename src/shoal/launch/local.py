@@ -279,7 +279,8 @@ def _generations(plan: Plan, machines: _Machines, threads: int, asked: list[int]
         if post is None:
             _tell(outcome, group.post.size, asked, plan.screen, why)
             return replace(outcome, seconds=time.monotonic() - began)
-        cause = cause_of(outcome, group.began, ended.done, lost_at_s=machines.troubled_at_s)
+        done = ended.done if ended.has_stepped or cause is None else max(ended.done, cause.done)
+        cause = cause_of(outcome, group.began, done, lost_at_s=machines.troubled_at_s)
 
 
 def _look(machines: _Machines, group: Group, told: Restarted | None, now: float) -> None:

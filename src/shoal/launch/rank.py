@@ -93,6 +93,7 @@ def _code(result: int | None) -> int:
 
 def _failed(error: BaseException, seat: Seat, log: int, code: int) -> int:
     at = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where other ranks fail too, all are ended while this one reports
     sys.stdout.flush()
     sys.stderr.flush()
     log_end = os.fstat(log).st_size

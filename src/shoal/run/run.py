@@ -29,7 +29,7 @@ from shoal.metrics.recorder import Recorder
 from shoal.parallel.parts import Part, parts_of
 from shoal.parallel.place import placement_of
 from shoal.parallel.zero import OwnedStates
-from shoal.record import Phase
+from shoal.record import Phase, is_pause
 from shoal.run.copies import Copies
 from shoal.step import Step, StepResult, seed_everything
 from shoal.world import World
@@ -271,6 +271,8 @@ class Run:
     def conclude(self, figures: Mapping[str, torch.Tensor]) -> None:
         """Show how it went: the loss as a picture, what the job wants to show, and where everything is."""
         self.recorder.close()
+        if self.stopped and self.world.place.record and is_pause(Path(self.world.place.record)):
+            return  # a moment, and it goes on
         shown = {name: float(value) for name, value in figures.items() if value.numel() == 1}
         text = ""
         # Where each rank holds a part of the model, all of them run it, with the same draws; one speaks.
