@@ -78,7 +78,7 @@ def test_a_host_whose_cable_is_pulled_writes_nothing_more_and_ends(running, refe
 @slow
 def test_a_host_that_comes_back_is_taken_in_again(running, reference):
     with noted("a host is lost, and comes back") as found:
-        cluster = running(3, *ELASTIC, "--set", "pace_ms=100")
+        cluster = running(3, *ELASTIC, "--set", "pace_ms=250")  # it takes seconds to come back
         gone, began = cluster.net[2], time.monotonic()
         cluster.kill(gone)
         cluster.goes_on(found, began, 15)
