@@ -37,11 +37,13 @@ hosts:
 # What takes longer on several hosts; and every fault, often: docs/faults.md is written anew.
 drill: .venv/ready hosts
 	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 tests/hosts
+	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 -m drill tests/gloo
 	$(BIN)/python benchmarks/drill.py
 
 # Every schedule in every product of pp, dp, fsdp and tp, and every cell of the generality matrix.
 proof: .venv/ready
 	SHOAL_PROOF=1 $(BIN)/pytest --timeout 900 tests/gloo/test_pipeline.py -k every_schedule
+	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 tests/gloo/test_pipeline_resume.py
 	$(BIN)/python benchmarks/generality.py
 
 check: .venv/ready

@@ -611,7 +611,7 @@ def victim(started: Started, draw: random.Random) -> int:
     return draw.choice([started.pid, *(rank.pid for rank in ranks)])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.drill) for seed in range(1, 4))])
 def test_killed_at_any_time_no_process_and_no_checkpoint_is_lost(seed: int, folder: Path) -> None:
     """Five kills of one run, each taken up again: nobody survives, and the end is that of a run without any."""
     options, draw = "--layout dp2:workers=1", random.Random(seed)

@@ -170,6 +170,7 @@ def went_on_after(run: Path, hosts: list[Host], harm: Callable[[], None]) -> flo
     return time.monotonic() - began
 
 
+@pytest.mark.drill
 def test_a_rank_that_is_killed_on_one_host_is_started_again_on_all(tmp_path, hosts, alone):
     pair = hosts(2, "--layout", "dp2", "--max-restarts", "2")
     until_step(tmp_path / "run", 6, pair)
@@ -180,6 +181,7 @@ def test_a_rank_that_is_killed_on_one_host_is_started_again_on_all(tmp_path, hos
     assert_same(tmp_path / "run", alone)
 
 
+@pytest.mark.drill
 def test_a_host_that_is_lost_ends_the_run_that_is_not_elastic(tmp_path, hosts):
     pair = hosts(2, "--layout", "dp2", "--max-restarts", "2")
     until_step(tmp_path / "run", 2, pair)
@@ -209,6 +211,7 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_let_it_in_when_it_come
     assert_same(tmp_path / "run", alone)
 
 
+@pytest.mark.drill
 def test_the_others_go_on_without_the_host_that_leads(tmp_path, hosts, alone):
     trio = hosts(3, "--layout", "dp3", "--elastic", "1:3")
     until_step(tmp_path / "run", 6, trio)
@@ -223,6 +226,7 @@ def test_the_others_go_on_without_the_host_that_leads(tmp_path, hosts, alone):
     assert_same(tmp_path / "run", alone)
 
 
+@pytest.mark.drill
 def test_of_two_parts_that_do_not_hear_each_other_one_goes_on(tmp_path, hosts, alone):
     """The leader is stopped, not gone: when it wakes up, the run is another's."""
     pair = hosts(2, "--layout", "dp2", "--elastic", "1:2")

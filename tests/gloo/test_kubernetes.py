@@ -46,7 +46,7 @@ def start(command: list[str], folder: Path, environment: dict[str, str]) -> "sub
     )
 
 
-@pytest.mark.parametrize("num_pods", [1, 2])
+@pytest.mark.parametrize("num_pods", [1, pytest.param(2, marks=pytest.mark.drill)])
 def test_pods_open_one_world_and_train_what_a_machine_does(tmp_path, num_pods):
     processes = 4 // num_pods
     (tmp_path / "my_job.py").write_text((ROOT / "examples/my_job.py").read_text())

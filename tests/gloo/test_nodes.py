@@ -138,7 +138,7 @@ def test_a_rank_that_is_killed_is_named_on_both_nodes(tmp_path):
     assert gone(ranks)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_a_parent_that_is_killed_takes_the_run_with_it_and_leaves_no_orphan(tmp_path, killed):
     nodes = two(tmp_path, "train", "digits", "--steps", "100000", "--layout", "dp2", "--run", "runs/gone")
     in_step(tmp_path / "runs/gone", nodes)
@@ -152,7 +152,7 @@ def test_a_parent_that_is_killed_takes_the_run_with_it_and_leaves_no_orphan(tmp_
     assert gone(ranks)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_sigusr1_on_one_node_saves_and_ends_both(tmp_path, asked):
     """As a batch system sends it, to one machine earlier than to the next: all have the time to save."""
     (tmp_path / "slow.py").write_text(SLOW_TO_SAVE)

@@ -39,7 +39,10 @@ def saved(tmp_path_factory, whole):
     return folders
 
 
-@pytest.mark.parametrize("after", LAYOUTS)
+DEAR = ("dp2.tp2", "pp2:micro=2", "pp2.dp2:micro=4,virtual=2")  # make proof
+
+
+@pytest.mark.parametrize("after", [pytest.param(a, marks=pytest.mark.drill) if a in DEAR else a for a in LAYOUTS])
 def test_any_layout_goes_on_with_what_any_other_has_saved(after, saved, whole):
     def rank(rank: int, size: int, rendezvous: str) -> list[Record]:
         found = []

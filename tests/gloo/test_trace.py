@@ -185,7 +185,7 @@ def test_in_a_product_of_axes_no_message_is_on_a_wrong_one() -> None:
                 assert axis == summed[num_bytes]
     assert found.keys() >= {"dp", "tp", "dp+tp"}
     assert not found["dp"] & found["tp"]
-    assert found["dp+tp"] == {40, 8}
+    assert found["dp+tp"] == {72, 8}
 
 
 # --- when, where, and what is refused

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 from daemons import start_sshd
 
 from shoal.cluster import read_cluster
@@ -21,6 +22,7 @@ def doctor(net, *words):
     return {check["name"]: check for check in told["checks"]}, told, started.returncode
 
 
+@pytest.mark.drill
 def test_hosts_that_are_well_are_told_so_over_real_ssh_and_described_for_a_plan(hosts):
     net = hosts(2)
     start_sshd(net)
@@ -53,6 +55,7 @@ def test_a_black_hole_is_found_with_the_mtu_that_passes(hosts):
     assert found["collective"]["found"].startswith("not run: large messages from h")
 
 
+@pytest.mark.drill
 def test_a_slow_link_a_shut_port_a_hidden_name_and_a_private_folder_are_each_named(hosts):
     net = hosts(2)
     net.limit(net[1], "10mbit")
@@ -76,6 +79,7 @@ def _links(told):
     return told["facts"]["links"]
 
 
+@pytest.mark.drill
 def test_a_host_whose_cable_is_pulled_is_unreachable_for_all_others(hosts):
     net = hosts(2)
     net.cut(net[1])

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 
+import pytest
 from daemons import needs
 from test_ssh import EXACT, ROOT, assert_same_training, train_alone
 
 
+@pytest.mark.drill
 def test_mpirun_starts_four_ranks_that_train_what_one_process_does(tmp_path):
     needs("mpirun")
     (tmp_path / "my_job.py").write_text((ROOT / "examples/my_job.py").read_text())

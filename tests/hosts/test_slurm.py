@@ -46,6 +46,7 @@ def logged(folder: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
+@pytest.mark.drill
 def test_srun_starts_ranks_on_two_nodes_that_train_what_one_process_does(slurm):
     train = [sys.executable, "-m", "shoal", "train", "my_job.py", "--layout", "dp2", *EXACT, "--run", "ranks"]
     done = slurm.run("srun", "-N", "2", "-n", "2", *train, timeout=100)
@@ -55,6 +56,7 @@ def test_srun_starts_ranks_on_two_nodes_that_train_what_one_process_does(slurm):
 
 
 @DRILL
+@pytest.mark.drill
 def test_the_file_for_sbatch_trains_on_two_nodes_and_a_plain_script_runs_too(slurm):
     words = ("--nodes", "2", "--nproc-per-node", "2", "--time", "00:05:00", "--sbatch", "comment=x")
     write_file(slurm, "train.sh", *words, "my_job.py", "--", "--layout", "dp4", *EXACT, "--run", "filed")
@@ -74,6 +76,7 @@ def test_the_file_for_sbatch_trains_on_two_nodes_and_a_plain_script_runs_too(slu
 
 
 @DRILL
+@pytest.mark.drill
 @pytest.mark.parametrize("to", [(), ("--batch",)], ids=["steps", "script"])
 def test_sigusr1_saves_and_the_job_is_queued_again_and_goes_on(slurm, to):
     """As Slurm sends it before the limit: to the script; and as `scancel --signal=USR1` does, to the ranks' parents."""

@@ -101,6 +101,7 @@ def test_two_hosts_train_over_ssh_what_one_process_does(net):
     assert_same_training(net.shared, "two", "lone")
 
 
+@pytest.mark.drill
 def test_a_plain_script_runs_on_hosts_with_different_numbers_of_processes_and_their_own_devices(net):
     (net.shared / "script.py").write_text(SCRIPT)
     done = shoal(net, "launch", "--hosts", "h1:2,h2:1", "script.py", "--", "--hosts", "x", "--dry-run")
@@ -112,6 +113,7 @@ def test_a_plain_script_runs_on_hosts_with_different_numbers_of_processes_and_th
 
 
 @DRILL
+@pytest.mark.drill
 def test_three_ranks_on_two_hosts_train_what_one_process_does(net):
     words = ("--hosts", "h1:2,h2:1", "--set", "batch_size=33")
     done = shoal(net, "train", "my_job.py", "--layout", "dp3", *EXACT, *words, "--run", "three")
@@ -121,6 +123,7 @@ def test_three_ranks_on_two_hosts_train_what_one_process_does(net):
 
 
 @DRILL
+@pytest.mark.drill
 def test_data_lie_at_another_path_on_each_host(net):
     (net.shared / "elsewhere.py").write_text(JOB_WITH_FOLDER)
     points = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))

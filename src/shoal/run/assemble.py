@@ -124,6 +124,7 @@ def _try_out(run: Run, rehearsal: Shared | None) -> None:
     """What would fail after hours of training fails now: the metrics, on two samples per rank, and the first save."""
     if rehearsal is not None:
         evaluate(run.job, run.model, rehearsal, run.world, num_steps=1)
+        check_optimizer(run.optimizer, run.model)  # a forward may have put new parameters in the places of old ones
     pack(run._state())
 
 
