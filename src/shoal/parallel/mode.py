@@ -65,6 +65,7 @@ def _same_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What it keeps besides what every module has."""
     return {key: value for key, value in vars(module).items() if key not in _TORCHS and not key.startswith("_shoal")}
 
 

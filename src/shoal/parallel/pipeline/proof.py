@@ -70,6 +70,7 @@ class Proof:
                 self._copy = moved(model, width.dtype).train()
                 if self._draws() and self._draws(in_training=False):
                     return why
+                self._trains = self._copy.training
                 self._whole = self._answers(copy.deepcopy(self._copy))
                 return ""
             except Exception as error:  # the user's code, which may not run on a copy, or not so wide
@@ -129,7 +130,8 @@ class Proof:
                 "sees: a number, a tensor or an object that one module keeps and another reads, or numbers that Python "
                 "or numpy draw. Let modules return what others need, or take a layout without pp."
             )
-        return f"on two samples: outputs and gradients are those of the whole model ({self._width.dtype})"
+        mode = "" if self._trains else ", in evaluation mode"
+        return f"on two samples{mode}: outputs and gradients are those of the whole model ({self._width.dtype})"
 
     def _wrong(self, owner: Mapping[str, int]) -> str:
         """What this rank has seen to be another one; empty where nothing is."""
