@@ -163,11 +163,11 @@ class Step:
                 self._backward(loss.value * (weight if live else 0.0), batch)
                 self._num_late = self._num_calls - num_calls
         totals, work = started or self._start_totals(own)
+        self._placement.settle()
         if work is not None:
             work.wait()
             # Ranks with the same samples count once; of a pipeline the last stage counts alone.
             totals[:2] /= self._world.size / self._world.num_data / self._world.layout.pp
-        self._placement.settle()
         return own, totals
 
     def _through_stages(self, batch: RankBatch, parts: Sequence[tuple[Any, bool]], own: Tensor, weight: float) -> None:

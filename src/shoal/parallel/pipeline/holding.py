@@ -12,6 +12,8 @@ from shoal.parallel.pipeline.values import AWAY, leaves_in, name_of
 from shoal.parallel.pipeline.walk import check_is_here
 from shoal.parallel.writes import memory_of
 
+_GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+
 
 def check(model: nn.Module) -> None:
     """Whether its tensors can be held apart.
@@ -81,14 +83,14 @@ class Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+        if func in _GRADIENTS:
             raise JobError(
                 f"the loss calls torch.autograd.{func.__name__}, and in a pipeline the last stage has a part of the "
                 "graph alone. Take a layout without pp."
             )
-        check_is_here(
-            [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)], f"the loss ({name_of(func)})"
-        )
+        for leaf in leaves_in(args, kwargs):
+            if isinstance(leaf, Tensor) and AWAY in leaf.__dict__:
+                check_is_here([leaf], f"the loss ({name_of(func)})")
         return func(*args, **kwargs)
 
 

@@ -332,7 +332,7 @@ class Pipeline:
             stage,
             received,
             self._shapes,
-            streams.own,
+            streams.common,
             chunk.plan.likenesses.setdefault(stage, {}),
             is_dry=self._skeleton.is_dry,
         )

@@ -32,7 +32,6 @@ class Call:
         params: names of the parameters that take part.
         writes: the values that it changes in place, and all that share memory with them.
         changed: of a function, which of the tensors that it is given it changes, by place.
-        draws: a function that draws random numbers.
     """
 
     atom: str
@@ -42,7 +41,6 @@ class Call:
     params: frozenset[str] = frozenset()
     writes: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
-    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Skeleton:
     def follow(self) -> None:
         """Take over what is training of the original, and what is trained."""
         modules, params = self._original.modules(), self._original.parameters()
-        modes = [module.training for module in modules], [param.requires_grad for param in params]
+        modes = tuple(module.training for module in modules), tuple(param.requires_grad for param in params)
         if modes == self._modes:
             return
         self._modes = modes
@@ -91,7 +91,7 @@ class Skeleton:
         ]
         device = self._world.device.type
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (tuple(leaves), tuple(map(tuple, self._modes)), torch.is_grad_enabled(), half)
+        key = (tuple(leaves), self._modes, torch.is_grad_enabled(), half)
         if key not in self._programs:
             self._programs[key] = self._survey(args, kwargs)
         return key, self._programs[key]

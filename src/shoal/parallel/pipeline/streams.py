@@ -15,25 +15,27 @@ def no_seed(number: int, stage: int) -> None:
 
 
 class Streams:
-    """Random numbers: what is between atoms draws the same in every stage, and atoms their stage's own."""
+    """Random numbers of a forward: those of the stage, but where all stages draw the same."""
 
     def __init__(self, seed: Seed, number: int, stage: int, device: torch.device) -> None:
         self._kind: Any = torch.cuda if device.type == "cuda" else torch
-        self._own: Tensor | None = None
+        self._common: Tensor | None = None
         self._is_on = seed is not no_seed
         if self._is_on:
             seed(number, stage)
-            self._own = self._kind.get_rng_state()
-            seed(number, -1)
+            own = self._kind.get_rng_state()
+            seed(number, -1)  # Python's and numpy's streams, too
+            self._common = self._kind.get_rng_state()
+            self._kind.set_rng_state(own)
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        """Around an atom."""
+    def common(self) -> Iterator[None]:
+        """Around what all stages draw."""
         if not self._is_on:
             yield
             return
-        common = self._kind.get_rng_state()
-        self._kind.set_rng_state(self._own)
+        own = self._kind.get_rng_state()
+        self._kind.set_rng_state(self._common)
         yield
-        self._own = self._kind.get_rng_state()
-        self._kind.set_rng_state(common)
+        self._common = self._kind.get_rng_state()
+        self._kind.set_rng_state(own)

@@ -1,7 +1,6 @@
 """A forward on shapes alone, written down as a program."""
 
 import copy
-import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -34,10 +33,6 @@ from shoal.parallel.wide import tensors_in as all_tensors_in
 from shoal.parallel.writes import memory_of, written_by
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-# Functions that may draw; one too many only draws from its stage's own stream.
-_DRAWS = re.compile(
-    "dropout|rand|bernoulli|normal|uniform|multinomial|attention|gumbel|exponential|poisson|rrelu|cauchy"
-)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 
 
@@ -94,7 +89,7 @@ class Survey(Walk):
         place, made = self.place, made_by(out, changed)
         self.program.has_effects |= func in HOOKS
         call = Call("", name_of(func), uses, (), frozenset(self._params(tensors)), self._sharers(changed), written)
-        self._note(replace(call, draws=bool(_DRAWS.search(name_of(func)))), made)
+        self._note(call, made)
         if made and not changed and not {id(t) for t in made} & {id(t) for t in tensors}:
             self.program.outputs[place] = out
         return out

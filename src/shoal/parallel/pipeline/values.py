@@ -5,6 +5,8 @@ A value is numbered in its own `__dict__`, by each walk anew.
 
 import copy
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,19 +20,34 @@ NUMBER = "_shoal_value"  # of a tensor: which value of the program it is
 ELSEWHERE = "_shoal_elsewhere"  # of a tensor: it is a shape, and its numbers are in another stage
 SIDE = "_shoal_side"  # of a tensor: the atom that keeps it as an attribute
 AWAY = "_shoal_away"  # of a tensor without elements: the name of the one that other stages have
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_MARKS = frozenset((NUMBER, SIDE, AWAY))
+# Functions that may draw random numbers; one too many does no harm.
+_DRAWS = re.compile(
+    "dropout|rand|bernoulli|normal|uniform|multinomial|attention|gumbel|exponential|geometric|poisson|rrelu|cauchy|"
+    "fractional"
+)
 
 
 def is_followed(leaf: Any) -> bool:
     """Whether a walk must see what is done with it."""
-    known = getattr(leaf, "__dict__", ())
-    return isinstance(leaf, nn.Parameter) or NUMBER in known or SIDE in known or AWAY in known
+    if type(leaf) in _PLAIN:
+        return False
+    return not _MARKS.isdisjoint(getattr(leaf, "__dict__", ())) or isinstance(leaf, nn.Parameter)
 
 
 def leaves_in(args: Any, kwargs: Any) -> list[Any]:
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
-    is_flat = all(type(leaf) in _PLAIN or isinstance(leaf, Tensor) for leaf in leaves)
-    return leaves if is_flat else tree_leaves(leaves)
+    for leaf in leaves:
+        if type(leaf) not in _PLAIN and not isinstance(leaf, Tensor):
+            return tree_leaves(leaves)
+    return leaves
+
+
+@functools.lru_cache(maxsize=1024)
+def may_draw(func: Any) -> bool:
+    """Whether a function may take from a stream of random numbers."""
+    return bool(_DRAWS.search(name_of(func)))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

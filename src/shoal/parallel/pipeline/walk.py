@@ -34,6 +34,7 @@ from shoal.parallel.pipeline.values import (
     leaves_in,
     made_by,
     mapped,
+    may_draw,
     name_of,
     tensors_in,
     uses_of,
@@ -67,8 +68,13 @@ class Walk(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(is_followed(leaf) for leaf in leaves_in(args, kwargs)):
-            return self.function(func, args, kwargs)
+        for leaf in leaves_in(args, kwargs):
+            if is_followed(leaf):
+                return self.function(func, args, kwargs)
+        return self.plain(func, args, kwargs)
+
+    def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function between atoms of which all stages know all."""
         return func(*args, **kwargs)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -123,7 +129,7 @@ class StageWalk(Walk):
     Args:
         received: by number, the values that the stage before has sent.
         shapes: by the id of a parameter that is not here, a fake tensor of its shape.
-        around: put around each atom that runs here.
+        common: put around what draws the same in all stages.
         likenesses: kept from walk to walk: of what other stages make, shapes to hand out.
         is_dry: this stage has no numbers either, as where a layout is only planned.
     """
@@ -135,14 +141,14 @@ class StageWalk(Walk):
         stage: int,
         received: dict[int, Tensor],
         shapes: Mapping[int, Tensor],
-        around: Around,
+        common: Around,
         likenesses: dict[int, Tensor],
         *,
         is_dry: bool = False,
     ) -> None:
         super().__init__()
         self._program, self._cut, self._stage = program, cut, stage
-        self._shapes, self._around, self._is_dry = shapes, around, is_dry
+        self._shapes, self._common, self._is_dry = shapes, common, is_dry
         self._likenesses = likenesses
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
@@ -171,33 +177,30 @@ class StageWalk(Walk):
             return self._passed_over(name_of(func), uses)
         convert = self._resolved if is_here else self._as_shapes
         args, kwargs = convert(args), convert(kwargs)
-        with self._around_function(is_here):
+        with contextlib.nullcontext() if is_here else torch.no_grad():
             out = func(*args, **kwargs)
         if made := made_by(out, self._changed(func, args, kwargs)):
             self._made(name_of(func), uses, made, is_here)
         return out
 
-    def _around_function(self, is_here: bool) -> contextlib.AbstractContextManager[None]:
-        if not is_here:
-            return torch.no_grad()
-        # What is drawn for a value is drawn in its stage alone, and must not move what all stages draw alike.
-        is_drawn = self.place < len(self._program.calls) and self._program.calls[self.place].draws
-        return self._around() if is_drawn else contextlib.nullcontext()
+    def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """In every stage; what it draws is drawn alike."""
+        with self._common() if may_draw(func) else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Here, or the shapes of what it gives."""
         if self._is_over:
             raise Finished
-        uses = uses_of([leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)])
-        self._check_path(name, uses)
         with _pop_mode_temporarily():  # out of sight of this walk
+            uses = uses_of([leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)])
+            self._check_path(name, uses)
             if self._cut.homes[self.place] != self._stage:
                 return self._passed_over(name, uses)
-            with self._around():
-                out = run_atom(module, self._resolved(args), self._resolved(kwargs))
-        self._check_numbers(name, out)
-        self._check_plain(name, out)
-        self._made(name, uses, made_by(out, []), True)
+            out = run_atom(module, self._resolved(args), self._resolved(kwargs))
+            self._check_numbers(name, out)
+            self._check_plain(name, out)
+            self._made(name, uses, made_by(out, []), True)
         return out
 
     def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
