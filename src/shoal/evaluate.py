@@ -14,6 +14,7 @@ from shoal.additive import check_additive
 from shoal.data import Shared
 from shoal.errors import JobError
 from shoal.job import Job, Sum
+from shoal.layout import Layout
 from shoal.parallel.mode import evaluating
 from shoal.parallel.place import placement_of
 from shoal.step import Forward, rounds, seed_everything
@@ -21,7 +22,13 @@ from shoal.world import World
 
 T = TypeVar("T")
 
+_COARSER = 4  # a part in training keeps all that its backward needs, one in evaluation nothing
 _FILLED = 4  # micro-batches per stage: filling and draining are then a small part. More would hold more activations
+
+
+def num_parts(layout: Layout) -> int:
+    """Into how many parts a rank's batch is cut in evaluation, where a layout trains on micro-batches."""
+    return -(-layout.micro // _COARSER)
 
 
 def evaluate(
@@ -34,7 +41,8 @@ def evaluate(
     `num_steps`, only the first batches are seen.
     """
     forward = Forward(job, model, world)
-    seed_everything(job.seed, "evaluation", world.data_rank)
+    streams = (job.seed, "evaluation", world.data_rank)
+    seed_everything(*streams)
     sums: dict[str, Sum] = {}
     in_step = placement_of(model).is_cut
     cuts = world.num_data * world.layout.micro > 1
@@ -47,19 +55,22 @@ def evaluate(
             wide = Sum(figure.value.detach().double(), _float(figure.count))
             sums[name] = sums[name] + wide if name in sums else wide
 
-    def through_stages(parts: Sequence[tuple[Any, bool]]) -> None:
+    def through_stages(parts: Sequence[tuple[Any, bool]], num_before: int) -> None:
         forward.through_stages(
             [part for part, _ in parts],
             lambda number, *made: count(*made) if parts[number][1] else None,
             has_backward=False,
+            seed=lambda number, stage: seed_everything(*streams, "micro", num_before + number, stage),
         )
 
     with evaluating(model), torch.no_grad():
         batches = islice(data.batches(), num_steps)
-        live_parts = (rounds(batch, world) if in_step or batch.num_samples else [] for batch in batches)
+        live_parts = (rounds(batch, world, data.micro) if in_step or batch.num_samples else [] for batch in batches)
         if world.layout.pp > 1:
+            num_done = 0
             for parts in _long_enough(live_parts, _FILLED * world.layout.pp):
-                through_stages(parts)
+                through_stages(parts, num_done)
+                num_done += len(parts)
         else:
             for part, is_live in chain.from_iterable(live_parts):
                 made = forward(part)

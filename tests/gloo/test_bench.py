@@ -215,7 +215,7 @@ def test_weak_scaling_gives_each_data_rank_the_batch_of_one():
 @sometimes_busy
 def test_a_slow_rank_is_named():
     found = command(Slow(slow_rank_s=0.05), ["lone", "dp2"], rounds=1, block=4, quiet=True)
-    assert found.sentences()[1].startswith("dp2: rank 1 is slow: it works ")
+    assert found.sentences()[1].startswith("dp2: rank 1 is slow: in each step it works ")
 
 
 def test_a_layout_that_trains_another_loss_is_no_success():

@@ -521,13 +521,19 @@ def test_blame_meets_in_batch_norm_and_leaves_the_statistics_alone(layout):
         assert int(seen.state["1.num_batches_tracked"]) == 0  # both were skipped, and left no trace
 
 
-def test_batch_statistics_in_evaluation_are_refused_where_ranks_would_share_them():
+def test_batch_statistics_in_evaluation_are_refused_where_a_layout_would_cut_the_batch():
     class Untracked(jobs.Points):
         def model(self):
             return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
 
+    class PerSample(jobs.Points):
+        def model(self):
+            return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(4, 3))
+
     refused(Untracked, "dp2", JobError, "keeps no running statistics")
+    refused(lambda: Untracked(batch_norm="local"), "lone:micro=5", JobError, "keeps no running statistics")
     record(Untracked)
+    assert_same_training(record(PerSample, "dp2"), record(PerSample)[0])
 
 
 def test_a_model_is_placed_once():

@@ -29,6 +29,7 @@ def rank(*, compute=0.9, data=0.0, waits=(), bubble=0.0, wall=1.0, sent=(), upda
         },
         waits_s=dict(waits),
         bubble_s=bubble,
+        work_s=[compute + data + update] * 4,
     )
     return RankMeasured(
         spent=spent, peak_bytes={"parameters": 10}, peak_gib=0.5, sent_bytes=dict(sent), formula_bytes={}, cpu_s=0.9
@@ -126,7 +127,7 @@ def test_a_comparison_comes_back_from_its_files(tmp_path):
         ([rank(compute=0.5, waits={("compute", "pp"): 0.4}, bubble=0.3)] * 2, "the pipeline's bubble"),
         ([rank(compute=0.5, update=0.3)] * 2, "30% of the step is the update"),
         ([rank(compute=0.97)] * 2, "97% of the step is computing"),
-        ([rank(compute=0.5), rank(compute=0.9)], "rank 1 is slow: it works .* longer than the others"),
+        ([rank(compute=0.5), rank(compute=0.9)], r"rank 1 is slow: in each step it works 400 ms longer .*\(40% of"),
     ],
 )
 def test_the_largest_loss_is_named_with_its_evidence(ranks, said):

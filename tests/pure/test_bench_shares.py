@@ -56,8 +56,30 @@ def test_shares_add_up_to_the_whole(ranks):
     assert sum(shares(ranks).values()) == pytest.approx(1.0)
 
 
+def working(*work_ms, step_ms=100.0):
+    """Of one rank: its work in each step, of which none took longer."""
+    return Spent(wall_s=step_ms / 1e3, data_s=0.0, phases_s={}, work_s=[ms / 1e3 for ms in work_ms])
+
+
 def test_a_rank_is_slow_by_its_own_work_and_not_by_its_waits():
-    quick = Spent(wall_s=10.0, data_s=0.0, phases_s={"compute": 10.0}, waits_s={("compute", "dp"): 4.0})
-    slow = Spent(wall_s=10.0, data_s=0.0, phases_s={"compute": 10.0}, waits_s={("compute", "dp"): 0.5})
-    assert slow_ranks([quick, quick, slow, quick]) == {2: pytest.approx(9.5 / 6 - 1)}
-    assert slow_ranks([quick, quick]) == {}
+    quick, slow = working(60, 62, 61, 60), working(95, 96, 94, 95)
+    assert slow_ranks([quick, quick, slow, quick]) == {2: pytest.approx(0.0345)}
+    assert slow_ranks([slow, slow]) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (working(0.2, 0.1, 0.2, 0.1, step_ms=2.0), working(1.1, 1.0, 1.1, 1.0, step_ms=2.0)),  # ten times next to none
+        (working(2, 2, 2, 2), working(20, 21, 20, 20)),  # ten times, in a step of 100 ms that is waited for elsewhere
+        (
+            working(60, 61, 60, 62, 60),
+            working(61, 700, 60, 600, 61),
+        ),  # it had no core in two steps of five
+        (working(60, 90, 60, 90), working(90, 60, 90, 60)),  # now this one, now that
+        (working(10, 10), working(90, 90)),  # in two steps anything may happen
+        (working(), working()),  # a benchmark of an older shoal
+    ],
+)
+def test_no_rank_is_called_slow_for_little_or_for_a_moment(one, other):
+    assert slow_ranks([one, other]) == {}

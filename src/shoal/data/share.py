@@ -103,6 +103,11 @@ class Shared:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
+    @property
+    def micro(self) -> int:
+        """Into how many micro-batches a rank's batch is cut, where it has as many samples."""
+        return self._sharing.micro
+
     def batches(self, start_step: int = 0) -> Iterator[RankBatch]:
         """This rank's batches from step `start_step` on.
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from shoal.metrics.watch import ALL
 
-_WORK = ("data", "compute", "update")
+# Of a slow rank. A moment in which it had no core is in one step; what is less than a time slice has many reasons.
+_LEAST_SHARE, _LEAST_S = 0.2, 1e-3  # more work than the others' in a step: of its wall time, and at all
+_LEAST_STEPS, _MOST_STEPS = 3, 0.75  # so many steps are known, and in this part of them it was so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class Spent:
         hidden_s: what DDP waited for in its backward, by axis; part of the compute phase that `waits_s` does not have.
         bubble_s: what a pipeline's schedule lets the rank stand still, were messages free; part of its waits, for the
             last rank or on pp.
+        work_s: at work (data, compute, update, without waits), step by step; the steps are the same on every rank.
     """
 
     wall_s: float
@@ -28,6 +32,7 @@ class Spent:
     waits_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     hidden_s: Mapping[str, float] = field(default_factory=dict)
     bubble_s: float = 0.0
+    work_s: list[float] = field(default_factory=list)
 
     def seconds(self) -> dict[str, float]:
         """By name: data, compute, communication on each axis (`comm dp`), bubble, waiting for the last rank, update,
@@ -59,8 +64,20 @@ def shares(ranks: Sequence[Spent]) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
 
 
-def slow_ranks(ranks: Sequence[Spent], *, above: float = 0.25) -> dict[int, float]:
-    """Ranks that spend longer at work (data, compute, update) than the median by so much; and by how much."""
-    work = [sum(s for name, s in rank.seconds().items() if name in _WORK) for rank in ranks]
-    usual = sorted(work)[(len(work) - 1) // 2]  # of two, the quicker
-    return {rank: s / usual - 1 for rank, s in enumerate(work) if usual > 0 and s > usual * (1 + above)}
+def slow_ranks(ranks: Sequence[Spent]) -> dict[int, float]:
+    """Ranks that are at work so much longer than the others, again and again, that it is worth a word; and the seconds.
+
+    Longer than the median of the ranks (of two, the quicker) in the same step, by a fifth of a step and a millisecond
+    at least, in three of four steps. A ratio of their work would say nothing: it may be a small part of the step.
+    """
+    steps = list(zip(*(rank.work_s for rank in ranks), strict=True))
+    if len(steps) < _LEAST_STEPS:
+        return {}
+    usual = [sorted(step)[(len(step) - 1) // 2] for step in steps]
+    found = {}
+    for number, rank in enumerate(ranks):
+        above = [own - other for own, other in zip(rank.work_s, usual, strict=True)]
+        least_s = max(_LEAST_SHARE * rank.wall_s, _LEAST_S)
+        if sum(s > least_s for s in above) >= _MOST_STEPS * len(above):
+            found[number] = median(above)
+    return found

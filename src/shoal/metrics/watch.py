@@ -51,6 +51,11 @@ class Watch:
         self._on_the_way: dict[int, str] = {}  # works by id: the axis that they are on
         self._axes: dict[tuple[int, ...], str] = {}
 
+    @property
+    def worked_s(self) -> float:
+        """In phases so far, waits left out."""
+        return sum(self.phases.values()) - sum(self.waits.values())
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around a part of a step."""

@@ -19,7 +19,7 @@ from shoal.data import Shared, share
 from shoal.data.digest import digest
 from shoal.dry import convert, is_dry, numbers
 from shoal.errors import DataError, JobError
-from shoal.evaluate import evaluate
+from shoal.evaluate import evaluate, num_parts
 from shoal.folder import RunFolder
 from shoal.job import Job, Params, Scheduler, check_job, identity
 from shoal.metrics.flops import count_flops
@@ -263,11 +263,12 @@ def _build_data(job: Job, world: World) -> _Data:
     # Seeded alike: a random_split in data() and in evaluation() draws the same two parts.
     seed_everything(job.seed, "data")
     held_out = job.evaluation()
-    evaluation = None if held_out is None else share(held_out, world, shuffle=False, epochs=1, **options)
+    once = options | {"shuffle": False, "epochs": 1}
+    evaluation = None if held_out is None else share(held_out, world, micro=num_parts(world.layout), **once)
     rehearsal = None
     if held_out is not None and not isinstance(held_out, IterableDataset):  # a stream might be used up
-        few = options | {"batch_size": 2 * world.num_data, "num_workers": 0}
-        rehearsal = share(held_out, world, shuffle=False, epochs=1, **few)
+        few = once | {"batch_size": 2 * world.num_data, "num_workers": 0}
+        rehearsal = share(held_out, world, **few)
     tokens, samples, note = _look_at_samples(job, world, dataset, data)
     # A data set that a rank has cut, split or drawn by itself would be cut a second time.
     world.agree(
@@ -282,13 +283,13 @@ def _build_data(job: Job, world: World) -> _Data:
 
 
 def _check_evaluation(model: nn.Module, evaluation: Shared | None, world: World) -> None:
-    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     without = [name for name, norm in norms.items() if norm.running_mean is None]
-    if without and evaluation is not None and world.num_data > 1:
+    if without and evaluation is not None and world.num_data * evaluation.micro > 1:
         raise JobError(
             f"{without[0]} keeps no running statistics (track_running_stats=False), so evaluation normalises each "
-            "batch by itself, and its result would depend on how many ranks share it. Keep running statistics, or "
-            "leave Job.evaluation() out."
+            "batch by itself, and its result would depend on into how many parts the layout cuts it "
+            f"({world.num_data * evaluation.micro}). Keep running statistics, or leave Job.evaluation() out."
         )
 
 

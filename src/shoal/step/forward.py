@@ -18,15 +18,19 @@ from shoal.world import World
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def rounds(batch: RankBatch, world: World) -> list[tuple[Any, bool]]:
+def rounds(batch: RankBatch, world: World, most: int | None = None) -> list[tuple[Any, bool]]:
     """The micro-batches of a rank and whether each is live: as many on every rank, since ranks may meet in a forward.
 
     A rank with fewer samples than rounds, or with none, fills up with stand-ins, which count nothing; so do all ranks
-    of a pipeline, whose schedule is made for one number of micro-batches.
+    of a pipeline that trains, whose schedule is made for one number of micro-batches.
+
+    Args:
+        most: into how many parts a batch is cut where it does not train; else it is for the layout to say.
     """
     live = batch.num_samples > 0
-    most = world.layout.num_parts
-    if world.layout.pp == 1:
+    is_fixed = most is None and world.layout.pp > 1
+    most = world.layout.num_parts if most is None else most
+    if not is_fixed:
         most = min(most, -(-batch.num_global // world.num_data))
     own = [(part, live) for part in batch.micro]
     return own + [(batch.micro[-1], False)] * (most - len(own))

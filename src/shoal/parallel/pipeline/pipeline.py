@@ -22,7 +22,7 @@ from shoal.parallel.pipeline.reduce import LateReduction
 from shoal.parallel.pipeline.schedule import Schedule, schedule_name, stages_of
 from shoal.parallel.pipeline.skeleton import Skeleton
 from shoal.parallel.pipeline.stage import Chunk, Plan, Stage
-from shoal.parallel.pipeline.streams import Seed, Streams, no_seed
+from shoal.parallel.pipeline.streams import ByHand, Seed, Streams, no_seed
 from shoal.parallel.pipeline.values import mapped
 from shoal.parallel.pipeline.walk import Finished, StageWalk, View, returned
 from shoal.parallel.swap import become
@@ -81,6 +81,7 @@ class Pipeline:
         self._skeleton = Skeleton(model, world, self.atoms, self._view)
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = no_seed
+        self._by_hand = ByHand(world.data_rank, world.device)
         self._sample_call, self._is_trial = sample, is_trial
         _, self._sample = self._skeleton.program(*sample)
         if self._sample.moves_state and world.layout.num_stages > world.layout.pp:
@@ -375,7 +376,8 @@ class Pipeline:
                 "look at outputs, call the model under torch.no_grad(), on all ranks."
             )
         found: list[Any] = []
-        self.run([(args, kwargs)], lambda output, number: found.append(output), has_backward=False)
+        with self._by_hand.next() as seed:
+            self.run([(args, kwargs)], lambda output, number: found.append(output), has_backward=False, seed=seed)
         result = found[0] if found else self._plan(args, kwargs).program.result
         source = dist.get_global_rank(self._group, self._last_rank)
         return mapped(lambda tensor: self._shared(tensor, source), result)

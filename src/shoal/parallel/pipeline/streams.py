@@ -1,6 +1,7 @@
 """Random numbers in a pipeline: each stage and micro-batch has its own."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,29 @@ Seed = Callable[[int, int], None]  # (micro-batch, stage; -1: what all stages sh
 
 def no_seed(number: int, stage: int) -> None:
     """Where nothing is drawn."""
+
+
+class ByHand:
+    """Seeds the calls of a model outside of steps, by their number: generators of ranks part where one alone draws.
+
+    Args:
+        data_rank: other samples, other draws.
+    """
+
+    def __init__(self, data_rank: int, device: torch.device) -> None:
+        self._data_rank, self._devices = data_rank, [device] if device.type == "cuda" else []
+        self._num_calls = 0
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[Seed]:
+        """Of the next call; afterwards torch's generators are as before."""
+        call = self._num_calls = self._num_calls + 1
+
+        def seed(number: int, stage: int) -> None:
+            torch.manual_seed(random.Random(f"{self._data_rank} {call} {number} {stage}").getrandbits(63))
+
+        with torch.random.fork_rng(self._devices):
+            yield seed
 
 
 class Streams:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -187,7 +188,9 @@ def _seen(run: Run, steps: Iterator[Any], plan: Plan, peak: Peak | None) -> tupl
 def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions, float, list[float]]:
     """Where the time of some steps goes, what a pipeline does in each, CPU seconds per step, and the losses."""
     world, placement = run.world, placement_of(run.model)
-    watch, hidden, actions, losses, data_s = Watch(world), [], [], [], 0.0
+    watch, actions, losses, data_s = Watch(world), [], [], 0.0
+    hidden: list[float] = []
+    worked = [0.0]  # when so many steps were done, their data included
     replica = placement.replica if isinstance(placement.replica, Replica) else None
     run.watch(watch.phase)
     with watch.messages():
@@ -203,9 +206,12 @@ def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions
             if replica is not None:
                 hidden.append(replica.exposed_s())
             actions.append(placement.pipeline.spans() if placement.pipeline else [])
+            worked.append(data_s + watch.worked_s)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     run.watch(lambda phase: contextlib.nullcontext())
-    # DDP tells of the step before, from its second call on.
+    work_s = [after - before for before, after in pairwise(worked)]
+    if replica is not None:  # DDP tells of the step before, from its second call on
+        work_s = [s - waited_s for s, waited_s in zip(work_s[1:-1], hidden[2:], strict=True)]
     hidden_s = sum(hidden[2:]) / len(hidden[2:]) if len(hidden) > 2 else 0.0
     axis = axis_of(tuple(world.mesh.group(world.rank, ("dp", "fsdp"))), world) if hidden_s else ""
     spent = Spent(
@@ -214,5 +220,6 @@ def _watched(run: Run, steps: Iterator[Any], count: int) -> tuple[Spent, Actions
         phases_s={name: s / count for name, s in watch.phases.items()},
         waits_s={key: s / count for key, s in watch.waits.items()},
         hidden_s={axis: hidden_s} if hidden_s else {},
+        work_s=work_s,
     )
     return spent, actions, cpu_s / count, [float(loss) for loss in losses]

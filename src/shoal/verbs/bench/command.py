@@ -70,7 +70,7 @@ def command(
     warm_up(also=_needed(chosen))
     from shoal.verbs.bench.arm import Plan
 
-    plan = Plan(rounds=rounds, block=block, warm_up=max(3, block // 2), watched=max(4, block))
+    plan = Plan(rounds=rounds, block=block, warm_up=max(3, block // 2), watched=max(6, block))
     jobs = [_job_for(job, fields or {}, layout, mode, plan) for layout in chosen]
     largest = max(layout.num_ranks * layout.threads for layout in chosen)
     worlds = Worlds(

@@ -22,8 +22,11 @@ def diagnose(row: Measured, base: Measured | None) -> str:
     found = shares(spent)
     slow = slow_ranks(spent) if "pp" not in row.layout else {}
     if slow:
-        rank, above = max(slow.items(), key=lambda item: item[1])
-        return f"{row.layout}: rank {rank} is slow: it works {above:.0%} longer than the others, which wait for it."
+        rank, above_s = max(slow.items(), key=lambda item: item[1])
+        return (
+            f"{row.layout}: rank {rank} is slow: in each step it works {show_seconds(above_s)} longer than the others, "
+            f"which wait for it ({above_s / spent[rank].wall_s:.0%} of the step)."
+        )
     others = shares([rank.spent for rank in base.ranks]) if base is not None and base.layout != row.layout else {}
     step_s = base.step_s if base is not None else 0.0
     excess = {

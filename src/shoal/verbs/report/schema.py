@@ -35,6 +35,7 @@ class _Spent(_Read):
     waits_s: dict[str, float] = {}
     hidden_s: dict[str, float] = {}
     bubble_s: float = 0.0
+    work_s: list[float] = []
 
 
 class _Rank(_Read):
