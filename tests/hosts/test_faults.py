@@ -146,3 +146,19 @@ def test_strangers_at_the_port_of_the_run_are_sent_away(running, reference, tmp_
         second.run(sys.executable, "-c", NOISE, first.address, str(tmp_path / "evil"), PORT, check=True)
         cluster.ends_well(reference)
         assert not (tmp_path / "evil").exists()
+
+
+COPIES = ("--layout", "dp3", "--elastic", "2:3", "--memory-copies", "1", "--save-every", "1000", "--set", "pace_ms=100")
+
+
+@pytest.mark.parametrize("lost", [2, pytest.param(0, id="0, where all met", marks=pytest.mark.drill)])
+def test_what_a_lost_host_had_is_in_its_neighbours_memory(running, reference, lost):
+    """No checkpoint is on the disk: what the others go on from is what they have of each other."""
+    with noted("a host is lost, with copies" + ("" if lost else ", the one where all met")) as found:
+        cluster = running(3, *COPIES)
+        cluster.until(lambda: "is on the next host too" in cluster.said(cluster.net[0]), "told what copies cost")
+        began, gone = time.monotonic(), cluster.net[lost]
+        cluster.net.end(gone)
+        cluster.goes_on(found, began, 15)
+        assert found.lost <= 1, cluster.tail()
+        cluster.ends_well(reference, *(host for host in cluster.net if host is not gone), relative=SUMS)
