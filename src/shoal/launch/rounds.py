@@ -108,7 +108,7 @@ class Rounds:
             return ""
         self._is_told = True
         each = (self._whole[-1] - self._whole[0]) / (TOLD_AFTER - 1)
-        which = "each copy" if each == 1 else f"one copy of {each:.2g}"
+        which = "each copy" if each == 1 else f"one of {each:.2g} copies"
         most = max(row.num_bytes for row in reports)
         return (
             f"memory  {which} of a host ({show_bytes(most)}) is on the next host too, "
