@@ -93,10 +93,12 @@ def train(
         int | None, typer.Option(help="Failures since the last progress after which all ranks are started again.")
     ] = None,
     memory_copies: Annotated[
-        str | None, typer.Option(help="Copies of the state in shared memory: auto, off, or every N steps.")
+        str | None,
+        typer.Option(help="Copies of the state in memory, also the next host's: auto, off, or every N steps."),
     ] = None,
     elastic: Annotated[
-        str | None, typer.Option(help="MIN:MAX data replicas: go on with fewer, and with more again.")
+        str | None,
+        typer.Option(help="MIN:MAX data replicas: go on with fewer where ranks or hosts are lost; with more again."),
     ] = None,
     nnodes: Nnodes = None,
     node_rank: NodeRank = None,

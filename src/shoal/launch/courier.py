@@ -9,6 +9,7 @@ of the parent, which ranks neither wait for nor know of. What lies where: `shoal
 
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ _POLL_S, _MOST_POLL_S = 0.002, 0.05  # of the seals, while a copy is waited for:
 _PAUSE_S = 0.2  # after a copy that could not be sent
 _REACH_S = 5.0
 _END_S = 5.0
+_NICE = 10
 _FILES = 4  # of a host, besides those that its ranks hold: two that are kept, two of its neighbour's
 
 
@@ -177,6 +179,7 @@ class Courier:
     # -- the own copies ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
+        _step_back()
         slot, sent = 0, 0
         while (order := self._next_order()) is not None:
             if sent and order.whole == sent:  # all have it: from now on the other one is written over
@@ -289,12 +292,19 @@ class Courier:
     def _take_all(self, line: Line, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()  # or two would write into one file
+        _step_back()
         _ready(line)
         line.tell({"welcome": True})
         with contextlib.suppress(OSError, LaunchError, ValueError, KeyError, TypeError):
             while not self._is_over:
                 take(line, line.first_words(), self._folder, self._around.ranks)
         line.close()  # its host sees that, and comes again
+
+
+def _step_back() -> None:
+    """Where there are no more cores than ranks, training comes first. Linux: it holds for this thread alone."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _ready(line: Line) -> None:
