@@ -182,14 +182,14 @@ def test_a_group_does_not_go_on_with_too_few(tmp_path, capfd):
 def test_a_rank_that_dies_while_it_copies_leaves_a_whole_copy(tmp_path, whole, monkeypatch):
     from shoal.checkpoint import memory
 
-    real = memory._write_whole
+    real = memory.write_whole
 
     def dies(path, text):
         if json.loads(text)["step"] == 6 and "rank_00001" in path.name and once(tmp_path, "died"):
             os.kill(os.getpid(), signal.SIGKILL)
         real(path, text)
 
-    monkeypatch.setattr(memory, "_write_whole", dies)
+    monkeypatch.setattr(memory, "write_whole", dies)
     assert train(tmp_path / "run", max_restarts=1, memory_copies="1") == 0
     assert [row["step"] for row in restarts(tmp_path / "run")] == [5]
     assert_equal(whole, tmp_path / "run")

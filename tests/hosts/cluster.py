@@ -15,6 +15,7 @@ from shoal.verbs.drill.follow import Measured, SilentError
 from shoal.verbs.drill.trial import LIMIT_S, TrialError, Watched
 
 PORT = "29500"
+_KILL = "kill -9 $(ps -e -o pid=,args= | awk '/shoal trai[n]/ {print $1}')"
 NOTES = "SHOAL_DRILL_NOTES"  # in the environment: a file for what was measured
 
 
@@ -52,14 +53,14 @@ class Cluster(Watched):
         """A parent there; again, where one was before."""
         number = self.net.hosts.index(host)
         meet = ["--nnodes", str(len(self.net)), "--node-rank", str(number), "--master-addr", self.net[0].address]
-        command = self.command(*self._words, *meet, "--master-port", PORT, "--nproc-per-node", "1")
+        command = self.command("--nproc-per-node", "1", *self._words, *meet, "--master-port", PORT)
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._env.get(host.name, {})}
         into = ("sh", "-c", 'exec "$@" >> "$0" 2>&1', str(self._said(host)))
         self.parents[host.name] = host.start(*into, *command, env=variables)
 
     def kill(self, host: Host) -> None:
         """Every process of the run there, at once; the host stays."""
-        host.run("sh", "-c", "kill -9 $(ps -e -o pid=,args= | awk '/shoal trai[n]/ {print $1}')", check=True)
+        host.run("sh", "-c", _KILL, check=True)
         self.parents[host.name].wait(LIMIT_S)
 
     def _said(self, host: Host) -> Path:
@@ -85,7 +86,7 @@ class Cluster(Watched):
         """
         until = time.monotonic() + limit_s
         codes = []
-        for host in hosts or self.net:
+        for host in hosts or [host for host in self.net if host.name in self.parents]:
             try:
                 codes.append(self.parents[host.name].wait(max(0.1, until - time.monotonic())))
             except subprocess.TimeoutExpired:
@@ -120,3 +121,23 @@ class Cluster(Watched):
         found.told_s = found.again_s - float(told[0]["took_s"])
         if found.again_s > limit_s:
             raise TrialError(f"it took {found.again_s:.1f} s to go on: {told[0]['text']}")
+
+
+class Console(Cluster):
+    """The same over --hosts: one command, outside of all hosts, has a parent on each."""
+
+    def start(self, host: Host) -> None:
+        """All at once, with the first."""
+        if host is self.net[0]:
+            names = ",".join(each.name for each in self.net)
+            command = self.command(*self._words, "--hosts", names, "--nproc-per-node", "1", "--master-port", PORT)
+            into = ("sh", "-c", 'exec "$@" > "$0" 2>&1', str(self._said(host)))
+            self.parents[host.name] = self.net.console(*into, *command, cwd=self._folder)
+
+    def kill(self, host: Host) -> None:
+        """Every process of the run there, at once; the console starts them again."""
+        host.run("sh", "-c", _KILL, check=True)
+
+    def tail(self) -> str:
+        """The last that it has said."""
+        return " | ".join(self.said(self.net[0]).splitlines()[-12:])

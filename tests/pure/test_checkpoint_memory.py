@@ -9,7 +9,9 @@ from checkpoint_states import state_of
 from shoal import World
 from shoal.checkpoint import Writer, list_checkpoints, read
 from shoal.checkpoint.fence import Fence, newest
-from shoal.checkpoint.memory import SharedCopies, recover
+from shoal.checkpoint.memory import SharedCopies
+from shoal.checkpoint.recover import Memory, Part, choose
+from shoal.checkpoint.recover import recover as recover_from
 from shoal.errors import CheckpointError
 
 JOB = {"lr": 1e-3}
@@ -26,6 +28,10 @@ def copies_of(folder, world, *steps):
     for step in steps:
         copies.take(state_of(step), step=step)
     return copies
+
+
+def recover(folder, world, job, least=0):
+    return recover_from(Memory(folder=folder, checkpoints=folder / "checkpoints"), world, job, least=least)
 
 
 def test_the_newest_copy_comes_back_bit_for_bit(tmp_path, world):
@@ -50,6 +56,31 @@ def test_a_copy_whose_bytes_are_not_those_that_were_sealed_is_not_used(tmp_path,
     data[-3] ^= 1
     path.write_bytes(data)
     assert recover(tmp_path, world, JOB) is None
+
+
+def test_where_the_newest_copy_is_damaged_the_one_before_it_is_taken(tmp_path, world):
+    copies_of(tmp_path, world, 1, 2)
+    path = tmp_path / "generation_0" / "rank_00000.odd"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert recover(tmp_path, world, JOB).step == 1
+    assert recover(tmp_path, world, JOB, least=2) is None
+
+
+def parts(step, ranks, *, size=3, node=0, generation=0, layout="dp3", where="x"):
+    return [Part(generation, step, step, layout, size, rank, node, f"{where}{step}.{rank}") for rank in ranks]
+
+
+def test_the_newest_step_is_taken_of_which_each_part_lies_on_some_host():
+    left = [*parts(9, [0, 1]), *parts(8, [0, 1]), *parts(7, [0, 1], node=0), *parts(7, [2], node=1, where="near")]
+    assert [(part.step, part.rank, part.node) for part in choose(left, set())] == [(7, 0, 0), (7, 1, 0), (7, 2, 1)]
+    assert choose(left, {(1, "near7.2")}) == []
+
+
+def test_parts_of_different_starts_or_layouts_make_no_copy():
+    mixed = [*parts(5, [0, 1]), *parts(5, [2], generation=1)], [*parts(5, [0, 1]), *parts(5, [2], layout="fsdp3")]
+    assert [choose(left, set()) for left in mixed] == [[], []]
+    twice = [*parts(5, [0, 1, 2], generation=1), *parts(5, [0, 1, 2])]
+    assert {part.generation for part in choose(twice, set())} == {1}
 
 
 def test_a_copy_that_one_rank_of_two_has_not_sealed_is_not_used(tmp_path, world):

@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[2] / "src" / "shoal"
 
 FLOORS = {
     **dict.fromkeys(["errors", "units", "frames"], 0),
-    **dict.fromkeys(["job", "layout", "cluster", "settings", "precision", "dry", "record", "calls"], 1),
+    **dict.fromkeys(["job", "layout", "cluster", "settings", "precision", "dry", "record", "sealed", "calls"], 1),
     "mesh": 2,
     "world": 3,
     **dict.fromkeys(["parallel", "data", "launch", "additive"], 4),

@@ -93,10 +93,12 @@ def train(
         int | None, typer.Option(help="Failures since the last progress after which all ranks are started again.")
     ] = None,
     memory_copies: Annotated[
-        str | None, typer.Option(help="Copies of the state in shared memory: auto, off, or every N steps.")
+        str | None,
+        typer.Option(help="Copies of the state in memory, also the next host's: auto, off, or every N steps."),
     ] = None,
     elastic: Annotated[
-        str | None, typer.Option(help="MIN:MAX data replicas: go on with fewer, and with more again.")
+        str | None,
+        typer.Option(help="MIN:MAX data replicas: go on with fewer where ranks or hosts are lost; with more again."),
     ] = None,
     nnodes: Nnodes = None,
     node_rank: NodeRank = None,
@@ -117,11 +119,13 @@ def train(
         )
     told = dict(locals())
     flags = {name: told[name] for name in _SETTINGS} | {"set": [*(set_ or []), *([f"init={init}"] if init else [])]}
-    if hosts is not None:
-        raise typer.Exit(_over_ssh(hosts, told))
     from shoal.launch.machine import num_processes
     from shoal.launch.nodes import Nodes
     from shoal.settings import TrainSettings, resolve
+
+    if hosts is not None:
+        there = resolve(TrainSettings, config=config, flags={**flags, "nproc_per_node": None}).values
+        raise typer.Exit(_over_ssh(hosts, told, elastic=there.elastic, run=there.run))
     from shoal.verbs.train import command
 
     with answering(as_json):
@@ -135,10 +139,23 @@ def train(
     raise typer.Exit(done.exit_code)
 
 
-def _over_ssh(named: str, told: Mapping[str, Any], *, num_arguments: int = 0) -> int:
+def _over_ssh(
+    named: str,
+    told: Mapping[str, Any],
+    *,
+    num_arguments: int = 0,
+    elastic: str | None = None,
+    run: str | None = None,
+) -> int:
     """The same words on each host; the last `num_arguments` are a script's own."""
     from shoal.launch import hosts
     from shoal.launch.nodes import DEFAULT_PORT
+
+    if elastic is not None and run is None:
+        raise LaunchError(
+            f"--elastic {elastic} over --hosts needs --run DIR: a host that was lost is started again, and what lies "
+            "in the run's folder says where the others are."
+        )
 
     chosen = hosts.parse(named)
     hosts.check_words(chosen, told)
@@ -148,12 +165,13 @@ def _over_ssh(named: str, told: Mapping[str, Any], *, num_arguments: int = 0) ->
         folder=Path.cwd(),
         address=told["master_addr"],
         port=told["master_port"] or DEFAULT_PORT,
+        is_elastic=elastic is not None,
     )
     if told["dry_run"]:
         for call in calls:
             typer.echo(shlex.join(call))
         return 0
-    return hosts.run(chosen, calls)
+    return hosts.run(chosen, calls, is_elastic=elastic is not None)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -23,12 +23,13 @@ from typing import Any
 from shoal.errors import LaunchError, ShoalError
 from shoal.launch.afar import Afar
 from shoal.launch.again import Ended, History, Terms, decide
-from shoal.launch.ending import concluded, ending_of, first_cause, merged
+from shoal.launch.courier import Courier, carrying, hand_over
+from shoal.launch.ending import Pull, concluded, ending_of, first_cause, merged, own_of
 from shoal.launch.guests import member_of, reach, receive, say_where
 from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import ON_REQUEST, TERMINATED, Outcome
-from shoal.launch.posts import Member, Post, posts_of
+from shoal.launch.posts import Claim, Member, OpenStore, Post, posts_of, slots_of
 from shoal.launch.supervise import Rank
 from shoal.record import look, note_pause
 
@@ -37,13 +38,6 @@ LOST_S = 10.0  # without a word
 LOST_ELASTIC_S = 6.0  # the same where the run goes on without that machine
 PART_S = 15.0  # at the end, for the others to tell how it went
 HEIR_S = 4.0  # for the others to come to a new leader
-
-OpenStore = Callable[[str], int]  # the store of a generation, at an address of this machine -> its port
-Claim = Callable[[str, int], int]  # a number in the run's folder, this very one or with 0 the next -> what it got
-
-
-class Pull(int):
-    """A signal that another machine has brought about, and nobody here."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +76,7 @@ class Crew:
     _ends_by: int = signal.SIGINT  # where there is trouble: SIGTERM lets ranks here save as those elsewhere do
     _is_over: bool = False
     is_pausing: bool = False
+    courier: Courier | None = None
     _thread: threading.Thread | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -94,9 +89,17 @@ class Crew:
 
     def _send(self, node: int, told: Mapping[str, Any]) -> None:
         # The first of a generation watches, and that is the leader.
-        line = self.lines.get(node if self.is_leader else self.leader)
-        if line is not None:
+        if (line := self.lines.get(node if self.is_leader else self.leader)) is not None:
             line.tell({"afar": told})
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """To all others, on the leader; to the leader, elsewhere."""
+        for line in list(self.lines.values()):
+            line.tell(told)
+
+    def carrying(self, memory: Path | None, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+        """While ranks run, their copies go on to another machine's memory."""
+        return carrying(self, memory, say)
 
     @property
     def is_leader(self) -> bool:
@@ -105,8 +108,10 @@ class Crew:
     @property
     def fds(self) -> tuple[int, ...]:
         """What no rank may hold open, or nobody would see that this process is gone."""
-        lines = [*self.lines.values(), *(line for line, _ in self._waiting.values())]
-        return (self.listener.fileno(), *(line.connection.fileno() for line in lines))
+        return (self.listener.fileno(), *(line.connection.fileno() for line in self._all_lines()))
+
+    def _all_lines(self) -> list[Line]:
+        return [*self.lines.values(), *(line for line, _ in list(self._waiting.values()))]
 
     # -- while ranks run ---------------------------------------------------------------------------------------
 
@@ -127,8 +132,7 @@ class Crew:
         if self.terms.fitting(self._slots()) > self.post.size and any(look(rank.record).steps_here for rank in ranks):
             self.is_pausing = True
             note_pause(ranks[0].record)
-            for line in list(self.lines.values()):
-                line.tell({"pause": True})
+            self.tell({"pause": True})
             self._pull(signal.SIGTERM)
 
     def _pull(self, number: signal.Signals) -> None:
@@ -143,7 +147,7 @@ class Crew:
         while not self._is_over:
             if time.monotonic() - spoke > ALIVE_S:
                 spoke = time.monotonic()
-                for line in [*self.lines.values(), *(line for line, _ in list(self._waiting.values()))]:
+                for line in self._all_lines():
                     line.tell({"alive": True})
             self._hear()
 
@@ -152,8 +156,8 @@ class Crew:
         if self.trouble or not why:
             return
         self.trouble, self.troubled_at_s = why, time.monotonic()
-        for line in list(self.lines.values()) if self.is_leader else ():
-            line.tell({"end": why, "by": self._ends_by})
+        if self.is_leader:
+            self.tell({"end": why, "by": self._ends_by})
         self._pull(signal.Signals(self._ends_by))
 
     def _hear(self) -> None:
@@ -187,6 +191,8 @@ class Crew:
     def _understand(self, node: int, told: Mapping[str, Any]) -> None:
         if "afar" in told:
             self.afar.hear(node, told["afar"])
+        if "copies" in told and self.courier is not None:
+            self.courier.hear(node, told["copies"])
         if "ended" in told and node in self.members:
             self.endings[node] = told["ended"]
             code = told["ended"]["exit_code"]
@@ -230,16 +236,18 @@ class Crew:
         line, hello, node = come
         if "heir" in hello:
             self.lines[node] = line
-            return
-        line.tell({"wait": True})
-        self.names[node] = str(hello["host"])
-        self._waiting[node] = line, member_of(hello, line)
+        elif "carries" in hello:
+            hand_over(self.courier, line, node)
+        else:
+            line.tell({"wait": True})
+            self.names[node] = str(hello["host"])
+            self._waiting[node] = line, member_of(hello, line)
 
     # -- between two generations -------------------------------------------------------------------------------
 
     def own(self, asked: list[int]) -> list[int]:
         """What was asked for here, and not by another machine."""
-        return [number for number in asked if not isinstance(number, Pull)]
+        return own_of(asked)
 
     def settle(self, outcome: Outcome, ended: Ended, asked: list[int]) -> tuple[Outcome, Post | None, str]:
         """How all ended, where this machine stands in the next generation, and why there is none."""
@@ -255,9 +263,8 @@ class Crew:
             trouble=self.trouble,
         )
         final = self._conclude(own)
-        post = None if final.get("next") is None else Post(**final["next"])
-        is_calm = not was_pulled or self._ends_by == signal.SIGTERM
-        if not is_calm or outcome.exit_code not in ON_REQUEST:  # else somebody asked for it, here or there
+        post = Post(**final["next"]) if final.get("next") is not None else None
+        if (was_pulled and self._ends_by != signal.SIGTERM) or outcome.exit_code not in ON_REQUEST:  # else it was asked
             why = next(iter(final.get("lost", ())), "") or self.trouble
             outcome = concluded(outcome, final, me=self.nodes.rank, names=self.names, trouble=why)
         if post is None:
@@ -293,13 +300,11 @@ class Crew:
         """The leader is lost: the next in the roster leads, and all others go there."""
         self.members.pop(self.leader, None)
         self.leader = min(self.members)
-        if self.is_leader:
-            return
         hello = {"node": self.nodes.rank, "heir": self.post.generation}
-        line = reach(self.members[self.leader], self.key, hello, within_s=HEIR_S)
+        line = None if self.is_leader else reach(self.members[self.leader], self.key, hello, within_s=HEIR_S)
         if line is not None:
             self.lines[self.leader] = line
-        else:
+        elif not self.is_leader:
             self.lost.append(f"{self._name(self.leader)} cannot be reached")
 
     def _lead(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -307,8 +312,7 @@ class Crew:
         me, since = self.nodes.rank, time.monotonic()
         self.endings[me] = own
         if own["exit_code"] and not self.is_pausing:  # ranks of others may hang for what is gone here
-            for line in list(self.lines.values()):
-                line.tell({"end": self.trouble or f"{self._name(me)} failed"})
+            self.tell({"end": self.trouble or f"{self._name(me)} failed"})
         is_new = self.post.node != 0  # it has taken over: the others may not have noticed yet
         limit_s = HEIR_S + LOST_ELASTIC_S if is_new else PART_S
         while missing := [node for node in self.members if node not in self.endings]:
@@ -327,8 +331,7 @@ class Crew:
             merged(self.endings, final, self.post.size, self.lost, is_pausing=self.is_pausing),
             self._slots(),
         )
-        posts: dict[int, Post] = {}
-        why = decision.why
+        posts, why = dict[int, Post](), decision.why
         if decision.size:
             try:
                 posts = self._posts(decision.size, decision.history.generation)
@@ -337,7 +340,7 @@ class Crew:
         return self._tell_all(final, posts, decision.history, why)
 
     def _slots(self) -> int:
-        return sum(member.slots for member in (self.members | {n: m for n, (_, m) in self._waiting.items()}).values())
+        return slots_of(self.members, {node: member for node, (_, member) in self._waiting.items()})
 
     def _posts(self, size: int, generation: int) -> dict[int, Post]:
         """Where each machine stands; the leader is first, and holds the store."""
@@ -345,9 +348,7 @@ class Crew:
         for node, (line, member) in self._waiting.items():
             self.lines[node], self.members[node] = line, member
         self._waiting = {}
-        fence = 0
-        if self.claim is not None:
-            fence = self.claim(self.folder, self.post.fence + 1 if self.post.fence else 0)
+        fence = 0 if self.claim is None else self.claim(self.folder, self.post.fence + 1 if self.post.fence else 0)
         address = self.members[me].address
         if self.folder and self.terms.is_elastic:
             say_where(Path(self.folder), address, self.members[me].port)
@@ -362,7 +363,7 @@ class Crew:
         told = {"final": final, "why": why, "history": history.as_dict(), "roster": roster, "leader": me}
         following = {node: vars(post) for node, post in posts.items()}
         with self._lock:
-            for node, line in [*self.lines.items(), *((n, line) for n, (line, _) in self._waiting.items())]:
+            for node, line in [*self.lines.items(), *((n, one) for n, (one, _) in self._waiting.items())]:
                 line.tell({**told, "next": following.get(node)})
             return self._turn({**told, "next": following.get(me)})
 
@@ -380,9 +381,8 @@ class Crew:
     def begin(self, size: int) -> None:
         """On the leader, when all have come: the posts of the first generation."""
         posts = self._posts(size, 0)
-        self.post = posts[self.nodes.rank]
         self._tell_all({}, posts, self._history, "")
-        self._final = None
+        self.post, self._final = posts[self.nodes.rank], None
 
     def joined(self, told: Mapping[str, Any]) -> None:
         """On another machine: what the leader has told it when it came."""
@@ -395,6 +395,6 @@ class Crew:
         self._is_over = True
         if self._thread is not None:
             self._thread.join(timeout=2 * ALIVE_S)
-        for line in [*self.lines.values(), *(line for line, _ in self._waiting.values())]:
+        for line in self._all_lines():
             line.close()
         self.listener.close()

@@ -8,6 +8,15 @@ from shoal.launch.again import Ended
 from shoal.launch.outcome import FAILED, Failure, Outcome
 
 
+class Pull(int):
+    """A signal that another machine has brought about, and nobody here."""
+
+
+def own_of(asked: Sequence[int]) -> list[int]:
+    """What was asked for here."""
+    return [number for number in asked if not isinstance(number, Pull)]
+
+
 def ending_of(outcome: Outcome, ended: Ended, *, first: int, trouble: str) -> dict[str, Any]:
     """How the ranks of this machine ended, as the others hear it.
 

@@ -1,4 +1,5 @@
-"""Who may come to a parent while its run goes on: a machine that was away, or one that has lost its leader."""
+"""Who may come to a parent while its run goes on: a machine that was away, one that has lost its leader, or the one
+whose copies it keeps."""
 
 import contextlib
 import json
@@ -32,8 +33,8 @@ class Knows(Protocol):
 def why_not(known: Knows, hello: Mapping[str, Any]) -> str:
     """Why it is sent away; empty where it may stay."""
     node = hello["node"]
-    if "heir" in hello:
-        is_of_us = hello["heir"] == known.post.generation and node in known.members
+    if "heir" in hello or "carries" in hello:
+        is_of_us = hello.get("heir", hello.get("carries")) == known.post.generation and node in known.members
         return "" if is_of_us else "it is of another generation"
     if not known.terms.is_elastic:
         return "the run has begun; with --elastic MIN:MAX a machine may come back"

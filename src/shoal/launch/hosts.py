@@ -4,7 +4,8 @@
          └─ ssh b ── shoal train --nnodes 2 --node-rank 1 --master-addr a ...     its words behind its name
 
 The secret of the run goes through stdin, where nobody can list it. stdin stays open: when this process or the
-connection is gone, the other side reads its end and ends its ranks.
+connection is gone, the other side reads its end and ends its ranks. Of an elastic run that side alone leaves, without a
+word to the others, who go on; it is started again, and let in. A word before the end says that all shall end.
 """
 
 import contextlib
@@ -24,12 +25,14 @@ from typing import IO
 
 from shoal.errors import LaunchError
 from shoal.launch.nodes import DEFAULT_PORT
-from shoal.launch.outcome import INTERRUPTED
+from shoal.launch.outcome import INTERRUPTED, ON_REQUEST
 from shoal.world import HOST_VARIABLE
 
 FOLLOW = "SHOAL_FOLLOW_STDIN"
 _FORWARDED = ("OMP_NUM_THREADS",)
 _PART_S = 10.0
+_END = b"end\n"
+_AGAIN_S, _MOST_AGAIN_S = 5.0, 60.0  # until a host that was lost is tried again; the wait doubles
 _NO_SUCH_FILE = 127
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
@@ -88,7 +91,13 @@ def _host(word: str, text: str) -> Host:
 
 
 def commands(
-    hosts: Sequence[Host], words: Sequence[str], *, folder: Path, address: str | None = None, port: int = DEFAULT_PORT
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    *,
+    folder: Path,
+    address: str | None = None,
+    port: int = DEFAULT_PORT,
+    is_elastic: bool = False,
 ) -> list[list[str]]:
     """What is run here to start each host's share.
 
@@ -96,13 +105,14 @@ def commands(
         words: of the command line, the verb first, without --hosts.
         folder: the working folder, the same on each host.
         address: of the first host, as the others know it; by default its name.
+        is_elastic: a host whose connection is gone leaves the others alone.
     """
     found = []
     for rank, host in enumerate(hosts):
         meet = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
         meet += ["--master-addr", address or hosts[0].address, "--master-port", str(port)]
         meet += [] if host.processes is None else ["--nproc-per-node", str(host.processes)]
-        found.append(over_ssh(host, "shoal", [words[0], *meet, *words[1:]], folder))
+        found.append(over_ssh(host, "shoal", [words[0], *meet, *words[1:]], folder, leaves=is_elastic))
     return found
 
 
@@ -118,10 +128,10 @@ def check_words(hosts: Sequence[Host], told: Mapping[str, object]) -> None:
             raise LaunchError(f"--hosts says already what --{name.replace('_', '-')} says. Leave one of them out.")
 
 
-def over_ssh(host: Host, module: str, words: Sequence[str], folder: Path) -> list[str]:
+def over_ssh(host: Host, module: str, words: Sequence[str], folder: Path, *, leaves: bool = False) -> list[str]:
     """What is run here to run a module of Python there, in the same folder; the first line of stdin is its secret."""
     forwarded = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
-    forwarded |= {FOLLOW: "1", HOST_VARIABLE: host.address}
+    forwarded |= {FOLLOW: "leave" if leaves else "1", HOST_VARIABLE: host.address}
     settings = [f"{name}={shlex.quote(value)}" for name, value in forwarded.items()]
     there = shlex.join([host.python, "-m", module, *words])
     begin = f"read -r SHOAL_SECRET; export SHOAL_SECRET; cd {shlex.quote(str(folder))}"
@@ -141,18 +151,56 @@ def without_hosts(words: Sequence[str], num_arguments: int = 0) -> list[str]:
     return [*kept, *words[end:]]
 
 
-def run(hosts: Sequence[Host], calls: Sequence[Sequence[str]]) -> int:
-    """Start all, show what they say, end all when one fails; the exit code of the one that failed first."""
+def run(hosts: Sequence[Host], calls: Sequence[Sequence[str]], *, is_elastic: bool = False) -> int:
+    """Start all, show what they say, end all when one fails; the exit code of the one that failed first.
+
+    Args:
+        is_elastic: the others go on when one fails, and it is started again; the exit code is that of the last.
+    """
     secret = secrets.token_hex(16)
     started: list[subprocess.Popen[bytes]] = []
     try:
         for host, call in zip(hosts, calls, strict=True):
             started.append(_begin(host, call, secret, is_first=host is hosts[0]))
+        if is_elastic:
+            return _while_one_goes_on(hosts, calls, secret, started)
         return _until_all_have_ended(hosts, started)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         _end(started)
+
+
+def _while_one_goes_on(
+    hosts: Sequence[Host], calls: Sequence[Sequence[str]], secret: str, started: "list[subprocess.Popen[bytes]]"
+) -> int:
+    """A host that has ended is started again while there are others to let it in; where one ends well, all is done."""
+    codes: dict[int, int] = {}  # of those that have ended
+    due: dict[int, float] = {}  # when they are started again
+    waits = dict.fromkeys(range(len(hosts)), _AGAIN_S)
+    last, over_since = 0, 0.0
+    while len(codes) < len(hosts) and not (over_since and time.monotonic() - over_since > 2 * _PART_S):
+        for number, process in enumerate(started):
+            if number in codes or (code := process.poll()) is None:
+                continue
+            codes[number] = last = abs(code)
+            if code in (0, *ON_REQUEST):
+                over_since = over_since or time.monotonic()
+            elif not over_since:
+                _say_lost(hosts[number], code, waits[number])
+                due[number] = time.monotonic() + waits[number]
+                waits[number] = min(2 * waits[number], _MOST_AGAIN_S)
+        for number in [one for one, at in due.items() if time.monotonic() > at and not over_since]:
+            del due[number], codes[number]
+            _close(started[number])
+            started[number] = _begin(hosts[number], calls[number], secret, is_first=number == 0)
+        time.sleep(0.05)
+    return 0 if 0 in codes.values() else last
+
+
+def _say_lost(host: Host, code: int, wait_s: float) -> None:
+    why = why_of(host, code) or f"it ended with {code}"
+    sys.stderr.write(f"{host.name}: {why}. It is tried again in {wait_s:.0f} s, while others go on.\n")
 
 
 def _begin(host: Host, call: Sequence[str], secret: str, *, is_first: bool) -> "subprocess.Popen[bytes]":
@@ -208,7 +256,8 @@ def _end(started: Sequence["subprocess.Popen[bytes]"]) -> None:
     for process in started:
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # they read it, and end
+                process.stdin.write(_END)
+        _close(process)  # they read it, and end
     until = time.monotonic() + _PART_S
     for process in started:
         try:
@@ -218,14 +267,26 @@ def _end(started: Sequence["subprocess.Popen[bytes]"]) -> None:
             process.wait()
 
 
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
 def follow_stdin() -> None:
-    """Where SSH has started this process: end when its stdin does."""
-    if os.environ.pop(FOLLOW, "") != "1":
+    """Where SSH has started this process: end when its stdin does.
+
+    Of an elastic run, a connection that is lost is a host that is lost: to be asked to end would end all others too.
+    """
+    follows = os.environ.pop(FOLLOW, "")
+    if follows not in ("1", "leave"):
         return
 
     def wait() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
+        said = b""
+        while data := os.read(0, 4096):
+            said = data
+        leaves = follows == "leave" and not said.endswith(_END)
+        os.kill(os.getpid(), signal.SIGKILL if leaves else signal.SIGINT)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -16,7 +16,6 @@ from typing import Protocol
 from shoal.errors import LaunchError
 from shoal.launch.afar import Afar
 from shoal.launch.again import Ended, History, Terms, decide
-from shoal.launch.crew import Claim
 from shoal.launch.group import Group, Plan, Screen
 from shoal.launch.machine import default_threads, has_accelerator
 from shoal.launch.memory import shared_folder
@@ -24,7 +23,7 @@ from shoal.launch.muster import meet, same_everywhere
 from shoal.launch.nodes import Nodes
 from shoal.launch.outcome import Outcome
 from shoal.launch.output import Show
-from shoal.launch.posts import Post
+from shoal.launch.posts import Claim, Post
 from shoal.launch.rank import Work
 from shoal.launch.restarted import Restarted, cause_of
 from shoal.launch.screen import failure_screen, to_stderr
@@ -176,6 +175,9 @@ class _Machines(Protocol):
     def tick(self, ranks: Sequence[Rank]) -> None:
         """Now and then, while they run."""
 
+    def carrying(self, memory: Path | None, say: Screen) -> contextlib.AbstractContextManager[None]:
+        """While they run, copies in this folder go on to another machine's."""
+
     def own(self, asked: list[int]) -> list[int]:
         """What was asked for here, and not by another machine."""
 
@@ -210,6 +212,10 @@ class _Alone:
 
     def tick(self, ranks: Sequence[Rank]) -> None:
         """Nobody comes."""
+
+    def carrying(self, memory: Path | None, say: Screen) -> contextlib.AbstractContextManager[None]:
+        """Nobody takes them."""
+        return contextlib.nullcontext()
 
     def own(self, asked: list[int]) -> list[int]:
         return asked
@@ -268,7 +274,8 @@ def _generations(plan: Plan, machines: _Machines, threads: int, asked: list[int]
             machines.watch(asked)
             if cause is not None:
                 told = Restarted(cause, group, plan)
-            group.run(asked, functools.partial(_look, machines, group, told))
+            with machines.carrying(plan.memory, plan.screen):
+                group.run(asked, functools.partial(_look, machines, group, told))
         finally:
             group.end()
         if told is not None:

@@ -18,11 +18,11 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.again import Terms
-from shoal.launch.crew import Claim, Crew, OpenStore
+from shoal.launch.crew import Crew
 from shoal.launch.guests import LEADER, member_of
 from shoal.launch.line import Line
 from shoal.launch.nodes import Nodes, listening, secret
-from shoal.launch.posts import Member
+from shoal.launch.posts import Claim, Member, OpenStore
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """Where each machine stands in a generation: pure, so that every case is a row of a test."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+OpenStore = Callable[[str], int]  # the store of a generation, at an address of this machine -> its port
+Claim = Callable[[str, int], int]  # a number in the run's folder, this very one or with 0 the next -> what it got
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +61,8 @@ def posts_of(members: Mapping[int, Member], leader: int, size: int, **common: An
         node: Post(first=sum(nums[:place]), num=num, size=size, node=min(place, busy - 1), num_nodes=busy, **common)
         for place, (node, num) in enumerate(zip(order, nums, strict=True))
     }
+
+
+def slots_of(*members: Mapping[int, Member]) -> int:
+    """The ranks for which these machines have room; of one that is named twice, the later word counts."""
+    return sum(member.slots for member in {node: one for group in members for node, one in group.items()}.values())

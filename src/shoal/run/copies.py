@@ -49,7 +49,8 @@ class Copies:
         ended = time.perf_counter()
         self._num_taken += 1
         if self._num_taken in (1, _MEASURED):
-            self._judge([float(num_bytes), failed, ended - began, began - self._before, self._free()])
+            own = [float(num_bytes), failed, ended - began, began - self._before, self._free()]
+            self._judge([*own, float(self._world.place.node)])
         self._before = time.perf_counter()
 
     def _free(self) -> float:
@@ -57,8 +58,11 @@ class Copies:
 
     def _judge(self, own: list[float]) -> None:
         """Together with all ranks: whether copies fit, and how often they are worth it."""
-        num_bytes, failed, cost, steps, free = zip(*self._world.gather_floats(own), strict=True)
-        total, room = int(sum(num_bytes)), int(free[0] * _ROOM)
+        rows = self._world.gather_floats(own)
+        num_bytes, failed, cost, steps, free, nodes = zip(*rows, strict=True)
+        on = {node: sum(row[0] for row in rows if row[-1] == node) for node in nodes}
+        fullest = max(range(len(rows)), key=lambda rank: on[nodes[rank]] - free[rank] * _ROOM)
+        total, room = int(on[nodes[fullest]]), int(free[fullest] * _ROOM)
         if any(failed) or (self._num_taken == 1 and total > room):
             self._is_on = False
             self._copies.forget()
@@ -72,6 +76,6 @@ class Copies:
             each = "each step" if self._every == 1 else f"every {self._every} steps"
             most = "1 step" if self._every == 1 else f"{self._every} steps"
             self._say(
-                f"memory  a copy of {show_bytes(total)} in shared memory {each}: {show_seconds(cost_s)}, "
+                f"memory  a copy of {show_bytes(int(sum(num_bytes)))} in shared memory {each}: {show_seconds(cost_s)}, "
                 f"{100 * cost_s / (self._every * step_s):.2g} % of the time; a killed rank costs at most {most}"
             )

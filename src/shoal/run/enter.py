@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from shoal.checkpoint import Found, Writer, list_checkpoints, load_weights, newest_good
-from shoal.checkpoint.memory import recover
+from shoal.checkpoint.recover import Memory, recover
 from shoal.errors import CheckpointError
 from shoal.run.run import Run
 from shoal.world import World
@@ -43,14 +43,29 @@ def enter_folder(run: Run, resume: str | Path, keep: int) -> Path | None:
 def _left_by_earlier(run: Run, folder: Path) -> Found | None:
     """What the generations before this one have left: in memory or on the disk, the newer one."""
     world = run.world
-    memory = recover(Path(world.place.memory), world, run.identity) if world.place.memory else None
     newest = int(world.decide(lambda: str(max((found.step for found in list_checkpoints(folder)), default=-1))))
-    if memory is not None and memory.step >= newest:
-        return memory
+    # Of the same step, memory is read sooner; from several hosts it would have to be written first.
+    made = _from_memory(run, folder, least=newest + (world.place.num_nodes > 1))
+    if made is not None:
+        return made
     found, skipped = newest_good(folder, world)
     for why in skipped:
         run.say(f"left out: {why}")
-    return memory if found is None or (memory is not None and memory.step > found.step) else found
+    if found is not None and found.step >= newest:
+        return found
+    return _from_memory(run, folder, least=0 if found is None else found.step + 1) or found
+
+
+def _from_memory(run: Run, folder: Path, *, least: int) -> Found | None:
+    place = run.world.place
+    if not place.memory:
+        return None
+    fence = run._writer.fence if run._writer is not None else None
+    memory = Memory(folder=Path(place.memory), checkpoints=folder, fence=fence)
+    found = recover(memory, run.world, run.identity, least=least)
+    if found is not None and place.num_nodes > 1:
+        run.say(f"memory  step {found.step} was left in the memory of {place.num_nodes} hosts: written to {found.path}")
+    return found
 
 
 def _take_folder(run: Run, keep: int) -> str:

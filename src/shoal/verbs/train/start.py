@@ -174,7 +174,7 @@ def _start(
             alike=_code_of(job),
             incidents=folder / INCIDENTS,
             terms=terms,
-            keeps_memory=nodes is None and terms.may_restart and values.memory_copies != "off",
+            keeps_memory=terms.may_restart and values.memory_copies != "off",
             claim=_claim if nodes is not None and terms.is_elastic else None,
             folder=str(folder) if is_first or values.run is not None else "",
         )
