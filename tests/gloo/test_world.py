@@ -568,7 +568,15 @@ def test_a_rank_that_stays_away_from_the_set_up_is_named():
 
 # -- collectives of set-up ------------------------------------------------------------------------------
 
-TEXTS = ["", "plain", "Fischschwarm: 魚の群れ 🐟", "long " * 200_000, "a\0b\n", "\udcff of a path"]
+TEXTS = [
+    "",
+    "plain",
+    "Fischschwarm: 魚の群れ 🐟",
+    "long " * 200_000,
+    "a\0b\n",
+    "\udcff of a path",
+    *("x" * n for n in (504, 505)),
+]
 
 
 def test_texts_of_any_kind_and_length_come_back_in_rank_order():

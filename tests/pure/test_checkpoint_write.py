@@ -18,6 +18,7 @@ from checkpoint_states import newest_tree, same, state_of
 from safetensors.torch import load_file
 
 from shoal.checkpoint import Writer, list_checkpoints, newest_good, pack, read, verify, write
+from shoal.checkpoint.snapshot import _Own
 from shoal.errors import CheckpointError
 
 JOB = {"lr": 1e-3}
@@ -459,7 +460,7 @@ def test_a_bug_in_the_thread_is_not_swallowed(tmp_path, monkeypatch):
         writer.close()
 
 
-def test_no_memory_for_the_snapshot_is_told_and_survived(tmp_path, monkeypatch):
+def refuse_memory(patch):
     empty = torch.empty
 
     def refuse(size, **kwargs):
@@ -467,9 +468,54 @@ def test_no_memory_for_the_snapshot_is_told_and_survived(tmp_path, monkeypatch):
             raise RuntimeError("can't allocate memory")
         return empty(size, **kwargs)
 
+    patch.setattr(torch, "empty", refuse)
+
+
+def test_the_first_save_copies_into_room_that_was_made_before(tmp_path, monkeypatch):
+    with Writer(tmp_path) as writer:
+        writer.prepare(state_of(0))
+        assert writer.wait()
+        with monkeypatch.context() as patch:
+            refuse_memory(patch)
+            writer.submit(state_of(1), step=1, **FACTS)
+            assert writer.wait()
+    assert same(newest_tree(tmp_path), state_of(1))
+
+
+def test_a_save_waits_for_room_that_is_being_made(tmp_path, monkeypatch):
+    hold, goes_on = _Own.hold, threading.Event()
+
+    def slow(self, spans, *, pinned):
+        if threading.current_thread() is not threading.main_thread():
+            assert goes_on.wait(20)
+        return hold(self, spans, pinned=pinned)
+
+    monkeypatch.setattr(_Own, "hold", slow)
+    with Writer(tmp_path) as writer:
+        writer.prepare(state_of(0))
+        threading.Timer(0.1, goes_on.set).start()
+        writer.submit(state_of(1), step=1, **FACTS)
+        assert goes_on.is_set()
+    assert same(newest_tree(tmp_path), state_of(1))
+
+
+def test_no_memory_for_the_room_is_told_by_the_save(tmp_path, monkeypatch):
     with Writer(tmp_path) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", refuse)
+            refuse_memory(patch)
+            writer.prepare(state_of(0))
+            assert writer.wait()
+            assert writer.events == []
+            writer.submit(state_of(1), step=1, **FACTS)
+            assert len(writer.events) == 1
+        writer.submit(state_of(2), step=2, **FACTS)
+    assert same(newest_tree(tmp_path), state_of(2))
+
+
+def test_no_memory_for_the_snapshot_is_told_and_survived(tmp_path, monkeypatch):
+    with Writer(tmp_path) as writer:
+        with monkeypatch.context() as patch:
+            refuse_memory(patch)
             writer.submit(state_of(1), step=1, **FACTS)
         assert not writer.wait()
         assert "no host memory for a copy of the state (7.9 KiB)" in writer.events[0]

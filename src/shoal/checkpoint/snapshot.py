@@ -1,7 +1,8 @@
 """The state of a training at one moment, copied to host memory so that training may go on."""
 
 import errno
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.deal import Piece, pieces_to_write
-from shoal.checkpoint.pack import Skeleton, pack
+from shoal.checkpoint.pack import Shard, Skeleton, pack
 from shoal.checkpoint.tensorfile import Span, host_view, num_data_bytes, plan_file
 from shoal.mesh import Mesh
 from shoal.units import show_bytes
+
+_PAGE_BYTES = 4096  # or larger
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Memory(Protocol):
 
 
 class HostBuffer:
-    """Memory for one image, kept between saves: fresh pages cost more than the copy itself.
+    """Memory for one image, kept between saves: to touch fresh pages costs ten times what the copy does.
 
     Args:
         memory: by default this process's own.
@@ -59,9 +62,8 @@ class HostBuffer:
             OSError: no memory for the copy.
         """
         tensors, skeleton = pack(tree)
-        own = pieces_to_write(tensors, mesh, rank)
-        spans = plan_file({key: tensor for key, (_, tensor) in own.items()})
-        data = self._memory.hold(spans, pinned=any(tensor.is_cuda for _, tensor in own.values()))
+        own, spans = _laid_out(tensors, mesh, rank)
+        data = self._memory.hold(spans, pinned=_on_cuda(own))
         with torch.no_grad():
             for key, span in spans.items():
                 tensor = own[key][1]
@@ -70,6 +72,26 @@ class HostBuffer:
             torch.cuda.current_stream(device).synchronize()
         pieces = {key: piece for key, (piece, _) in own.items()}
         return Image(skeleton, pieces, spans, data[: num_data_bytes(spans)])
+
+    def room_for(self, tree: object, mesh: Mesh | None = None, rank: int = 0) -> Callable[[], object]:
+        """What makes room for images of such a state when it is called, in any thread; it reads no tensor.
+
+        Raises:
+            CheckpointError: a value that cannot be stored.
+        """
+        own, spans = _laid_out(pack(tree)[0], mesh, rank)
+        return functools.partial(self._memory.hold, spans, pinned=_on_cuda(own))
+
+
+def _laid_out(
+    tensors: Mapping[str, Tensor | Shard], mesh: Mesh | None, rank: int
+) -> tuple[dict[str, tuple[Piece, Tensor]], dict[str, Span]]:
+    own = pieces_to_write(tensors, mesh, rank)
+    return own, plan_file({key: tensor for key, (_, tensor) in own.items()})
+
+
+def _on_cuda(own: Mapping[str, tuple[Piece, Tensor]]) -> bool:
+    return any(tensor.is_cuda for _, tensor in own.values())
 
 
 class _Own:
@@ -89,4 +111,5 @@ class _Own:
         except (RuntimeError, MemoryError) as error:
             text = f"no host memory for a copy of the state ({show_bytes(num_bytes)})"
             raise OSError(errno.ENOMEM, text) from error
+        self._data.numpy()[::_PAGE_BYTES] = 0  # by numpy, which starts no threads of its own in the caller's
         return self._data

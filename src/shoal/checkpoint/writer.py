@@ -95,6 +95,18 @@ class Writer:
         self._lock = open_folder(folder, wants_lock=not is_later) if self._rank == 0 else None
         self.fence = _claim(folder, place.fence if place else 0) if self._rank == 0 else None
 
+    def prepare(self, tree: object) -> None:
+        """Make room, in the background, for the copies of states like this one, so that the first save is as short as
+        the later ones. Where there is no memory, nothing is said: a save will say it.
+
+        Raises:
+            CheckpointError: a value that cannot be stored.
+        """
+        if self._thread is None:
+            room = self._buffer.room_for(tree, None if self._world is None else self._world.mesh, self._rank)
+            self._thread = threading.Thread(target=self._make, args=(room,), name="shoal-checkpoint-room")
+            self._thread.start()
+
     def submit(self, tree: object, *, step: int, job: Mapping[str, Any], layout: str) -> None:
         """Take the state of `step` and save it in the background; the tree may change once this returns.
 
@@ -231,10 +243,18 @@ class Writer:
             return [told]
         return [json.loads(row) for row in self._world.gather_text(json.dumps(told))]
 
+    def _make(self, room: Callable[[], object]) -> None:
+        _let_steps_go_first()
+        try:
+            room()
+        except OSError:
+            return
+        except BaseException as bug:
+            self._bug = bug
+
     def _run(self, save: _Save) -> None:
         started = time.perf_counter()
-        if sys.platform == "linux":  # there a thread has a niceness of its own: the steps go first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        _let_steps_go_first()
         try:
             if self._rank == 0:
                 commit(save.slot, save.image, save.header, save.others, self._patience, self.fence)
@@ -276,6 +296,11 @@ class Writer:
         self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _let_steps_go_first() -> None:
+    if sys.platform == "linux":  # there a thread has a niceness of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _claim(folder: Path, number: int) -> Fence:

@@ -147,13 +147,21 @@ class Run:
             self._reconcile()
             self._copies.after(self.step, self._state)
 
+    def _prepare_saves(self) -> None:
+        """After step one the state of the optimizer exists; what cannot be cut or stored is said."""
+        state = self._state()
+        if self._writer is None or self.save_every is None:  # a save at the end alone has no steps to keep waiting
+            pack(state)
+        else:
+            self._writer.prepare(state)
+
     def _learning_rates(self) -> dict[int, float]:
         return {id(p): float(group["lr"]) for group in self.optimizer.param_groups for p in group["params"]}
 
     def _check_first(self, before: dict[str, str], result: StepResult, lrs: dict[int, float]) -> None:
         check_replicas(self.model, self.world, result.step)
         if self.folder is not None:
-            pack(self._state())  # the state of the optimizer exists now; what cannot be cut or stored is said
+            self._prepare_saves()
         threads = placement_of(self.model).threads
         if threads is not None and threads.takes_turns:
             self.say(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+_LENGTH_BYTES, _FRAME_BYTES = 8, 504
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -186,16 +188,17 @@ class World:
         """
         if self.kind != "real":
             return [text] * self.size
-        import torch
-
-        told = bytearray(text, "utf-8", "surrogatepass")  # a path may hold what is no text
-        lengths = [int(row) for row in self.opened.all_gather(torch.tensor([len(told)]))]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        padded[: len(told)] = torch.tensor(told, dtype=torch.uint8)
-        rows = self.opened.all_gather(padded)
-        return [
-            row[:n].numpy().tobytes().decode("utf-8", "surrogatepass") for row, n in zip(rows, lengths, strict=True)
-        ]
+        told = text.encode("utf-8", "surrogatepass")  # a path may hold what is no text
+        # Its length and its beginning, which is all of most texts: one collective; what is left over, another.
+        framed = len(told).to_bytes(_LENGTH_BYTES, "little") + told[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")
+        rows = [row.numpy().tobytes() for row in self.opened.all_gather(_bytes(framed))]
+        lengths = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
+        texts = [row[_LENGTH_BYTES:] for row in rows]
+        longest = max(lengths)
+        if longest > _FRAME_BYTES:
+            rest = self.opened.all_gather(_bytes(told[_FRAME_BYTES:].ljust(longest - _FRAME_BYTES, b"\0")))
+            texts = [begin + row.numpy().tobytes() for begin, row in zip(texts, rest, strict=True)]
+        return [text[:n].decode("utf-8", "surrogatepass") for text, n in zip(texts, lengths, strict=True)]
 
     def hosts(self) -> dict[str, list[int]]:
         """The ranks of each host by its name, in their order, on every rank; hosts of one name are numbered."""
@@ -269,6 +272,12 @@ class World:
     def read(self, values: "torch.Tensor") -> list[float] | None:
         """The one place where a step's figures reach the host; a fake run has none to read."""
         return None if self.kind == "fake" else values.tolist()
+
+
+def _bytes(text: bytes) -> "torch.Tensor":
+    import torch
+
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _kind(kind: Literal["lone", "real", "fake"] | None, place: Place) -> Literal["lone", "real", "fake"]:
