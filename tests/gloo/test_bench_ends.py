@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
-from test_bench import Slow
+from planted import Slow
 
 from shoal.verbs.bench import BenchError, claimed, command, keep
 
@@ -80,7 +80,7 @@ def test_a_layout_that_breaks_while_worlds_are_made_one_at_a_time_keeps_the_roun
 JOB = """
 import sys
 sys.path[:0] = {path!r}
-from test_bench import Slow
+from planted import Slow
 
 class Mine(Slow):
     pass
