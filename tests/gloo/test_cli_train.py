@@ -232,6 +232,7 @@ def test_torchrun_starts_the_same_run(folder: Path, expected: list[float]) -> No
     assert table.count(["layout", "dp2", "torchrun, 2 processes"]) == 1
 
 
+@pytest.mark.drill
 def test_two_agents_of_torchrun_start_the_same_run(folder: Path, expected: list[float]) -> None:
     meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     agents = [
@@ -300,7 +301,10 @@ def fresh(job: Any, **flags: Any) -> Callable[[], None]:
     return lambda: sys.exit(command(job, settings, fresh=True).exit_code)
 
 
-@pytest.mark.parametrize("which", ["mine.py:Mine", jobs.Points(steps=4)], ids=["name", "object"])
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param("mine.py:Mine", marks=pytest.mark.drill, id="name"), pytest.param(jobs.Points(steps=4), id="object")],
+)
 def test_fresh_processes_make_the_same_run(which: Any, folder: Path, expected: list[float]) -> None:
     if not isinstance(which, str):
         well(fork(lambda: shoal.train(which, "dp2", run="forked"), folder).wait())

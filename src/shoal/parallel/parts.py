@@ -145,10 +145,11 @@ def gather_whole(held: Mapping[str, Tensor], parts: Mapping[str, Part], world: W
             paste(whole, local, part)
     for axes, wholes in cuts.items():
         # Sums of one part and zeros: exact, except that -0.0 would come back as 0.0; so the bytes are summed.
-        raw = torch.cat([_bytes(whole) for whole in wholes.values()])
+        raw, end = torch.cat([_bytes(whole) for whole in wholes.values()]), 0
         dist.all_reduce(raw, group=world.axis_group(*axes))
-        for whole, summed in zip(wholes.values(), raw.split([whole.nbytes for whole in wholes.values()]), strict=True):
-            _bytes(whole).copy_(summed)
+        for whole in wholes.values():
+            begin, end = end, end + whole.nbytes
+            _bytes(whole).copy_(raw[begin:end])
         found |= wholes
     return found
 
