@@ -110,7 +110,9 @@ def start(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)]
+)
 def test_who_ends_it_early_has_the_rounds_that_are_complete(number, exit_code, start, tmp_path):
     process = start("--run", "here")
     began = time.monotonic()

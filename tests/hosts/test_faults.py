@@ -53,7 +53,7 @@ def running(hosts, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("lost", [2, pytest.param(0, id="0, where all met")])
+@pytest.mark.parametrize("lost", [pytest.param(2, marks=pytest.mark.drill), pytest.param(0, id="0, where all met")])
 def test_a_host_that_is_lost_does_not_lose_the_run(running, reference, lost):
     with noted("a host is lost" + ("" if lost else ", the one where all met")) as found:
         cluster = running(3, *ELASTIC)
