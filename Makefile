@@ -37,7 +37,7 @@ hosts:
 # What takes longer on several hosts; and every fault, often: docs/faults.md is written anew.
 drill: .venv/ready hosts
 	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 tests/hosts
-	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 -m drill tests/gloo
+	SHOAL_DRILL=1 $(BIN)/pytest --timeout 600 -m drill tests/gloo tests/fake tests/pure
 	$(BIN)/python benchmarks/drill.py
 
 # Every schedule in every product of pp, dp, fsdp and tp, and every cell of the generality matrix.

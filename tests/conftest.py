@@ -17,7 +17,10 @@ LONGEST = (
     "test_a_planted_mistake_is_caught_and_explained",
 )
 ROOMS = ("gloo", "fake", "pure", "gpu")
-TOGETHER = ("gloo/test_pipeline_resume.py", "gloo/test_bench.py", "hosts/test_ssh.py", "hosts/test_slurm.py")
+TOGETHER = (
+    *("gloo/test_verify.py", "gloo/test_generality.py", "gloo/test_pipeline_resume.py", "gloo/test_trace.py"),
+    *("gloo/test_bench.py", "gloo/test_drill.py", "hosts/test_ssh.py", "hosts/test_slurm.py"),
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -4,7 +4,6 @@ Letters: B samples of a micro-batch, T tokens, W width, V vocabulary, L layers o
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import shoal.cli
 from shoal.errors import JobError, LayoutError
 from shoal.job import Job, load_job, mean_loss, preset_of
 from shoal.layout import Layout
@@ -230,15 +230,21 @@ def test_presets_have_the_size_that_their_papers_state(preset, params):
     assert counted == pytest.approx(params, rel=0.01)
 
 
-def test_the_command_line_prints_a_table_or_json_and_exits_2_at_a_mistake():
-    words = [sys.executable, "-m", "shoal", "plan", "gpt", "--set", "width=32", "--layout"]
-    done = subprocess.run([*words, "pp2:micro=2", "--json"], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
+def test_the_command_line_prints_a_table_or_json_and_exits_2_at_a_mistake(monkeypatch, capsys):
+    def plan(*words):
+        monkeypatch.setattr(sys, "argv", ["shoal", "plan", "gpt", "--set", "width=32", "--layout", *words])
+        with pytest.raises(SystemExit) as end:
+            shoal.cli.main()
+        return end.value.code, *capsys.readouterr()
+
+    code, said, _ = plan("pp2:micro=2", "--json")
+    told = json.loads(said)
+    assert code == 0
     assert [row["stages"] for row in told["ranks"]] == [[0], [1]]
     assert told["num_ranks"] == 2
-    wrong = subprocess.run([*words, "pp99:micro=99"], capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("LayoutError: 99 stages need 99 parts")
+    code, said, wrong = plan("pp99:micro=99")
+    assert (code, said) == (2, "")
+    assert wrong.startswith("LayoutError: 99 stages need 99 parts")
 
 
 def test_gpt3_in_3072_ranks_is_planned_in_a_process_of_a_few_hundred_megabytes():

@@ -158,7 +158,8 @@ def split_run(
             parts, placement = parts_of(model), placement_of(model)
 
             def whole(held: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-                return {n: None if t is None else gather_whole(t, parts[n], world) for n, t in held.items()}
+                gathered = gather_whole({n: t for n, t in held.items() if t is not None}, parts, world)
+                return {name: gathered.get(name) for name in held}
 
             seen = walk(model, inputs, steps, whole=whole, settle=placement.settle)
             check_replicas(model, world, steps)

@@ -1,21 +1,20 @@
 """shoal bench on live processes: every byte, every planted second, the same loss."""
 
 import functools
-import statistics
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 
+import planted
 import pytest
-import torch
 import torch.distributed as dist
+from planted import Slow
 from torch import nn
-from torch.utils.data import Dataset
 
-from shoal import Job, Sum, mean_loss
+from shoal.metrics.watch import Watch
 from shoal.models.gpt import Decoder
-from shoal.verbs.bench import command
+from shoal.parallel.replicate import Replica
+from shoal.verbs.bench import arm, command
 from shoal.verbs.plan import command as plan
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH, VOCABULARY = 32, 2, 4, 16, 8, 256
@@ -107,112 +106,59 @@ def test_memory_is_told_by_category_and_sharding_shows(compared):
     assert rows["lone"][0].peak_bytes["optimizer"] == pytest.approx(2 * params, rel=0.01)
 
 
-class Points(Dataset):
-    """Reading one takes a while; `watch` is a file for how long it was."""
+class Clock:
+    """Planted seconds pass at once, and those of the machine count a thousandth: other work is no noise."""
 
-    def __init__(self, read_s: float, watch: str) -> None:
-        self.read_s, self.watch = read_s, watch
+    def __init__(self) -> None:
+        self.planted_s, self.real = 0.0, time.perf_counter
 
-    def __len__(self):
-        return 64
+    def now(self) -> float:
+        return self.planted_s + self.real() / 1000
 
-    def __getitem__(self, index):
-        began = time.perf_counter()
-        time.sleep(self.read_s)
-        if self.watch:
-            with open(self.watch, "a") as file:
-                file.write(f"{time.perf_counter() - began}\n")
-        x = torch.full((4,), 1.0 + index / 64)
-        return x, x
+    def sleep(self, seconds: float) -> None:
+        self.planted_s += seconds
 
 
-class Sleeping(nn.Linear):
-    """Takes as long as it has samples, and longer on one rank."""
-
-    def __init__(self, sample_s: float, slow_rank_s: float) -> None:
-        super().__init__(4, 4)
-        self.sample_s, self.slow_rank_s = sample_s, slow_rank_s
-
-    def forward(self, x):
-        is_slow = dist.is_initialized() and dist.get_rank() == 1
-        if self.training and torch.is_grad_enabled():
-            time.sleep(self.sample_s * len(x) + self.slow_rank_s * is_slow)
-        return super().forward(x)
+@pytest.fixture
+def clock(monkeypatch):
+    """That of the ranks, which are forked from here. benchmarks/stopwatch.py has real seconds."""
+    made = Clock()
+    monkeypatch.setattr(planted, "sleep", made.sleep)
+    monkeypatch.setattr(arm, "time", SimpleNamespace(perf_counter=made.now, process_time=time.process_time))
+    monkeypatch.setattr(arm, "Watch", functools.partial(Watch, now=made.now))
+    monkeypatch.setattr(Replica, "exposed_s", lambda self: 0.0)  # on torch's own clock
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slow(Job):
-    read_s: float = 0.0
-    sample_s: float = 0.0
-    slow_rank_s: float = 0.0
-    wrong: bool = False
-    watch: str = ""
-    batch_size: int = 4
-    steps: int = 100
-
-    def model(self):
-        return Sleeping(self.sample_s, self.slow_rank_s)
-
-    def data(self):
-        return Points(self.read_s, self.watch)
-
-    def loss(self, output, batch):
-        found = mean_loss((output - batch[1]).square().mean(1))
-        size = dist.get_world_size() if self.wrong and dist.is_initialized() else 1
-        return Sum(found.value * size, found.count)
-
-    def optimizer(self, params):
-        return torch.optim.SGD(params, lr=0.01)
-
-
-def sometimes_busy(test):
-    """A planted sleep is as long as it says on a quiet machine; tests run beside each other."""
-
-    @functools.wraps(test)
-    def again():
-        for _ in range(3):
-            try:
-                return test()
-            except AssertionError as error:
-                failed = error
-        raise failed
-
-    return again
-
-
-@sometimes_busy
+@pytest.mark.usefixtures("clock")
 def test_a_tenth_of_a_second_of_reading_is_a_tenth_of_a_second_of_waiting_for_data():
-    with tempfile.NamedTemporaryFile() as watch:
-        job = Slow(read_s=0.025, watch=watch.name)
-        found = command(job, ["lone", "dp2"], rounds=3, block=1, quiet=True)
-        read_s = statistics.median(map(float, Path(watch.name).read_text().split()))  # a busy machine sleeps longer
+    found = command(Slow(read_s=0.025), ["lone", "dp2"], rounds=1, block=1, quiet=True)
     for row, samples in zip(found.rows, (4, 2), strict=True):
         for rank in row.ranks:
-            assert rank.spent.data_s == pytest.approx(read_s * samples, abs=0.005)
+            assert rank.spent.data_s == pytest.approx(0.025 * samples, abs=0.002)
     assert "waiting for data" in found.sentences()[0]
 
 
-@sometimes_busy
+@pytest.mark.usefixtures("clock")
 def test_speed_up_and_efficiency_are_those_of_a_stopwatch():
     """A sample takes 50 ms wherever it is."""
     one, two = command(Slow(sample_s=0.05), ["lone", "dp2"], rounds=2, block=3, quiet=True).table()
-    assert one.step_ms == pytest.approx(200, rel=0.1)
-    assert two.step_ms == pytest.approx(100, rel=0.15)
-    assert two.speed_up == pytest.approx(2.0, abs=0.3)
+    assert one.step_ms == pytest.approx(200, rel=0.02)
+    assert two.step_ms == pytest.approx(100, rel=0.02)
+    assert two.speed_up == pytest.approx(2.0, abs=0.05)
     assert two.efficiency == pytest.approx(two.speed_up / 2)
-    assert one.rate == pytest.approx(4 / 0.2, rel=0.1)
+    assert one.rate == pytest.approx(4 / 0.2, rel=0.02)
 
 
-@sometimes_busy
+@pytest.mark.usefixtures("clock")
 def test_weak_scaling_gives_each_data_rank_the_batch_of_one():
     found = command(Slow(sample_s=0.03), scale=[1, 2], mode="weak", rounds=2, block=3, quiet=True)
     one, two = found.table()
     assert [row.batch_size for row in found.rows] == [4, 8]
-    assert two.step_ms == pytest.approx(one.step_ms, rel=0.15)
-    assert two.efficiency == pytest.approx(1.0, abs=0.12)
+    assert two.step_ms == pytest.approx(one.step_ms, rel=0.02)
+    assert two.efficiency == pytest.approx(1.0, abs=0.02)
 
 
-@sometimes_busy
+@pytest.mark.usefixtures("clock")
 def test_a_slow_rank_is_named():
     found = command(Slow(slow_rank_s=0.05), ["lone", "dp2"], rounds=1, block=4, quiet=True)
     assert found.sentences()[1].startswith("dp2: rank 1 is slow: in each step it works ")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
-from test_bench import Slow
+from planted import Slow
 
 from shoal.verbs.bench import BenchError, claimed, command, keep
 
@@ -80,7 +80,7 @@ def test_a_layout_that_breaks_while_worlds_are_made_one_at_a_time_keeps_the_roun
 JOB = """
 import sys
 sys.path[:0] = {path!r}
-from test_bench import Slow
+from planted import Slow
 
 class Mine(Slow):
     pass
@@ -110,7 +110,9 @@ def start(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)]
+)
 def test_who_ends_it_early_has_the_rounds_that_are_complete(number, exit_code, start, tmp_path):
     process = start("--run", "here")
     began = time.monotonic()

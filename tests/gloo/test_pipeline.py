@@ -41,7 +41,7 @@ LAYOUTS = [
     for tp in (1, 2)
     if pp * dp * fsdp * tp <= 8
 ]
-LARGE = ("pp2.dp1.fsdp2.tp2", "pp4.dp2.fsdp1.tp1")  # of those in eight processes
+LARGE = ("pp2.dp1.fsdp2.tp2",)  # of those in eight processes
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ TRIED = [name for name in LAYOUTS if PROOF or Layout.parse(name).num_ranks < 8 o
 @pytest.mark.parametrize("layout", TRIED)
 def test_every_schedule_in_every_product_of_axes_is_the_same_training(layout, lone):
     micro = 8 if layout.startswith("pp4") else 4
-    at, count = LAYOUTS.index(layout), {2: len(SCHEDULES), 4: 2}.get(Layout.parse(layout).num_ranks, 1)
+    at, count = LAYOUTS.index(layout), {2: len(SCHEDULES)}.get(Layout.parse(layout).num_ranks, 1)
     few = SCHEDULES if PROOF else [SCHEDULES[(at + 3 * turn) % len(SCHEDULES)] for turn in range(count)]
     layouts = [f"{layout}:micro={micro},{schedule}" for schedule in few if fits(f"{layout}:micro={micro},{schedule}")]
     assert len(layouts) == len(few)
@@ -616,7 +616,7 @@ def residual(kind=Residual):
     ],
     ids=["hooks", "a parameter", "writes", "writing modules", "slices"],
 )
-@pytest.mark.parametrize("layout", ["pp2:micro=2", "pp4:micro=4"])
+@pytest.mark.parametrize("layout", ["pp2:micro=2", pytest.param("pp4:micro=4", marks=pytest.mark.drill)])
 def test_between_blocks_a_forward_may_do_what_it_does_alone(kind, between, layout):
     job = chained(kind, between)
     assert_same_training(record(job, layout), record(job)[0])

@@ -51,7 +51,7 @@ def test_a_hung_rank_is_killed_and_its_stack_shown():
     started = time.monotonic()
     with pytest.raises(RankError, match="in hang_here"):
         run_processes(hang_here, 2, time_limit_s=1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_a_rank_that_dies_without_a_word_is_an_error():

@@ -67,7 +67,7 @@ def interrupted(layout: str, step: int, folder) -> None:
         record(Whole, layout, on_step=stop_at(step), folder=folder, save_every=1)
 
 
-@pytest.mark.parametrize("layout", ["lone", "dp2", "dp2:workers=2"])
+@pytest.mark.parametrize("layout", ["lone", "dp2", pytest.param("dp2:workers=2", marks=pytest.mark.drill)])
 def test_resume_at_every_step_is_bit_equal(layout, tmp_path):
     whole = record(Whole, layout)
     saved = record(Whole, layout, folder=tmp_path / "saved", save_every=1, keep=STEPS)

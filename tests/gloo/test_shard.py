@@ -132,9 +132,16 @@ class Gates(jobs.Points):
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp2", "fsdp4", "dp2.fsdp2", "fsdp2:micro=2", "fsdp4:reshard=false", "fsdp2:zero=2"]
+    ("calls", "layout"),
+    [
+        *(
+            (1, layout)
+            for layout in ("fsdp2", "fsdp4", "dp2.fsdp2", "fsdp2:micro=2", "fsdp2:reshard=false", "fsdp2:zero=2")
+        ),
+        *((2, layout) for layout in ("fsdp2", "fsdp2:micro=2", "fsdp2:reshard=false", "fsdp2:zero=2")),
+        *(pytest.param(2, layout, marks=pytest.mark.drill) for layout in ("fsdp4", "dp2.fsdp2", "fsdp4:reshard=false")),
+    ],
 )
-@pytest.mark.parametrize("calls", [1, 2])
 def test_ranks_may_run_different_blocks_and_some_not_at_all(calls, layout):
     """torch's fully_shard hangs here, or adds the gradient of one block to another."""
     reference = same_as_lone(lambda: Gates(calls=calls), layout)
@@ -206,7 +213,7 @@ class Odds(jobs.Points):
         return torch.optim.AdamW(params, lr=0.01)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp3", "fsdp4:micro=2", "dp2.fsdp2", "fsdp3:reshard=false"])
+@pytest.mark.parametrize("layout", ["fsdp2:micro=2", "fsdp3", "dp2.fsdp2", "fsdp3:reshard=false"])
 def test_parameters_of_any_shape(layout):
     reference = same_as_lone(Odds, layout)
     assert reference.grads[0]["idle"] is None

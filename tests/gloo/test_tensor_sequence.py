@@ -133,7 +133,9 @@ class SevenTokens(Text):
         return TensorDataset(*(tensor[:, :7] for tensor in super().data().tensors))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved,virtual=2,recompute=block"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.drill), "interleaved,virtual=2,recompute=block"]
+)
 def test_a_pipeline_passes_on_whole_tokens(schedule):
     def job() -> Text:
         return SevenTokens(depth=4)
@@ -344,7 +346,7 @@ def dropping() -> nn.Module:
     return Stack(lambda: Block(0.4))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp3"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.drill), "tp3"])
 def test_ranks_stay_alike_with_dropout(layout):
     found = split_run(dropping, long(7), f"{layout}:sequence=true")
     assert_equal_over_ranks(found)

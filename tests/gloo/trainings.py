@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.job import Job
 from shoal.layout import Layout
-from shoal.parallel.parts import gather_whole, local_of, parts_of
+from shoal.parallel.parts import Part, gather_whole, local_of, parts_of
 from shoal.run import Run, assemble
 from shoal.world import Place, World
 
@@ -83,15 +83,9 @@ def walk(run: Run, on_step: Callable[[Run], None] | None = None) -> Record:
 def whole_tensors(run: Run, tensors: Tensors) -> dict[str, Tensor | None]:
     """Tensors of the model put together from the parts of all ranks."""
     parts = parts_of(run.model)
-    held = {name: None if tensor is None else local_of(tensor).detach().to_dense() for name, tensor in tensors.items()}
-    return {
-        name: None
-        if tensor is None
-        else gather_whole(tensor, parts[name], run.world)
-        if name in parts
-        else tensor.clone()
-        for name, tensor in held.items()
-    }
+    held = {name: local_of(tensor).to_dense() for name, tensor in tensors.items() if tensor is not None}
+    whole = gather_whole(held, parts | {name: Part.whole(held[name].shape) for name in held.keys() - parts}, run.world)
+    return {name: whole.get(name) for name in tensors}
 
 
 def distance(a: Tensor, b: Tensor, floor: float = 0.0) -> float:

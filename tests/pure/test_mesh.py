@@ -1,7 +1,6 @@
 """The arithmetic of the mesh against its definition: ranks counted through nested loops over the axes."""
 
 import itertools
-import time
 
 import pytest
 from hypothesis import given
@@ -117,10 +116,10 @@ def test_a_mesh_draws_itself_on_few_lines() -> None:
     assert str(Mesh.of(Layout())) == "1 rank"
 
 
+@pytest.mark.timeout(60)  # 1014 ranks; one pass over all groups would take minutes
 def test_a_world_of_98304_ranks_answers_without_counting_them() -> None:
     mesh = Mesh.of(Layout.parse("pp16.dp24.fsdp32.tp8.ep64"), ranks_per_node=8)
     assert mesh.size == 98_304
-    start = time.perf_counter()
     for rank in range(0, mesh.size, 97):
         assert mesh.rank_of(**mesh.coordinates(rank)) == rank
         assert len(mesh.group(rank, ["dp", "fsdp"])) == 768
@@ -128,7 +127,6 @@ def test_a_world_of_98304_ranks_answers_without_counting_them() -> None:
         assert mesh.neighbours(rank, "pp", ring=False)[0] == (rank - 6144 if rank >= 6144 else None)
     assert [axis for axis in (*AXES, "ep") if mesh.crosses_nodes(axis)] == ["pp", "dp", "fsdp", "ep"]
     assert next(mesh.groups("tp")) == range(8)
-    assert time.perf_counter() - start < 2  # 1014 ranks; one pass over all groups would take minutes
 
 
 @pytest.mark.parametrize(

@@ -173,4 +173,4 @@ def test_in_a_fake_world_copies_are_counted_and_nothing_is_gathered() -> None:
         assert num_copies(columns.axes, world) == 6
         assert num_copies(columns.take(0, [(0, 2)], "fsdp").axes, world) == 2
         local = torch.ones(columns.local_shape)
-        assert gather_whole(local, columns, world).shape == (4, 3)
+        assert gather_whole({"a": local}, {"a": columns}, world)["a"].shape == (4, 3)

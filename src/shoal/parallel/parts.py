@@ -10,7 +10,7 @@ A part is a set of boxes. Rows 2..3 of a (4, 6) matrix that tp2 has cut by colum
 A fused q, k, v matrix that is cut by heads has three boxes: the rank's rows of q, of k and of v.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -129,17 +129,35 @@ def paste(whole: Tensor, local: Tensor, part: Part) -> None:
         whole[box.whole_index()] = local[box.local_index()]
 
 
-def gather_whole(local: Tensor, part: Part, world: World) -> Tensor:
-    """The whole tensor, on every rank, bit for bit; collective. For tests, verification and small tensors."""
-    if part.is_whole or world.kind != "real":
-        return local.detach().clone()
-    # Sums of one part and zeros: exact, except that -0.0 would come back as 0.0; so the bytes are summed.
-    whole = torch.zeros(part.shape, dtype=local.dtype, device=local.device)
-    if not part.is_copy:
-        paste(whole, local.detach(), part)
-    raw = whole.flatten().view(torch.uint8) if whole.numel() else whole.flatten()
-    dist.all_reduce(raw, group=world.axis_group(*part.axes))
-    return whole
+def gather_whole(held: Mapping[str, Tensor], parts: Mapping[str, Part], world: World) -> dict[str, Tensor]:
+    """Whole tensors, on every rank, bit for bit; for tests, and for small ones.
+
+    Collective: one message for each set of axes that any are cut over.
+    """
+    found = {name: local.detach().clone() for name, local in held.items()}
+    cuts: dict[tuple[str, ...], dict[str, Tensor]] = {}
+    for name, local in found.items() if world.kind == "real" else ():
+        part = parts[name]
+        if part.is_whole:
+            continue
+        whole = cuts.setdefault(part.axes, {})[name] = torch.zeros(part.shape, dtype=local.dtype, device=local.device)
+        if not part.is_copy:
+            paste(whole, local, part)
+    for axes, wholes in cuts.items():
+        # Sums of one part and zeros: exact, except that -0.0 would come back as 0.0; so the bytes are summed.
+        raw, end = torch.cat([_bytes(whole) for whole in wholes.values()]), 0
+        dist.all_reduce(raw, group=world.axis_group(*axes))
+        for whole in wholes.values():
+            begin, end = end, end + whole.nbytes
+            _bytes(whole).copy_(raw[begin:end])
+        found |= wholes
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Of its own memory."""
+    flat = tensor.view(-1)
+    return flat.view(torch.uint8) if len(flat) else flat.new_empty(0, dtype=torch.uint8)
 
 
 def num_copies(axes: Sequence[str], world: World) -> int:
