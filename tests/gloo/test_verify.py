@@ -54,7 +54,7 @@ def planted(mutant: Any) -> Any:
     return pytest.param(mutant, marks=pytest.mark.drill if is_dear else (), id=mutant.name.replace(" ", "-"))
 
 
-@pytest.mark.parametrize("mutant", map(planted, MUTANTS))
+@pytest.mark.parametrize("mutant", [planted(mutant) for mutant in MUTANTS])
 def test_a_planted_mistake_is_caught_and_explained(bench, mutant):
     trial = bench.plant(mutant)
     assert trial.passed, trial.sentence
