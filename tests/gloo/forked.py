@@ -80,3 +80,41 @@ def run(words: str, folder: Path, **environment: object) -> Done:
 def well(done: Done) -> Done:
     assert done.code == 0, done.err
     return done
+
+
+class Parent:
+    """`shoal WORDS` in a folder, running, with what it says in a file; the face of `subprocess.Popen`."""
+
+    def __init__(self, words: list[str], folder: Path, said: Path) -> None:
+        def main() -> None:
+            os.chdir(folder)
+            os.environ["OMP_NUM_THREADS"] = "1"
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for fd in (1, 2):
+                os.dup2(out, fd)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+            sys.argv = ["shoal", *words]
+            shoal.cli.main()
+
+        said.touch()
+        self._process = multiprocessing.get_context("fork").Process(target=main)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, limit_s: float | None = None) -> int:
+        self._process.join(limit_s)
+        code = self._process.exitcode
+        assert code is not None, f"still running after {limit_s} s"
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)

@@ -1,16 +1,14 @@
 """One run on two machines, here two parents of this one: the same training, and nobody left when one of them goes."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from forked import Parent
 
 from shoal.verbs.checkpoint import difference
 
@@ -53,14 +51,7 @@ class Node:
     def __init__(self, folder: Path, rank: int, port: int, *words: str) -> None:
         meet = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         self.file = folder / f"node_{rank}.txt"
-        with self.file.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal", words[0], *meet, *words[1:]],
-                cwd=folder,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+        self.process = Parent([words[0], *meet, *words[1:]], folder, self.file)
 
     @property
     def said(self) -> str:
@@ -95,8 +86,7 @@ def test_two_nodes_train_what_one_does(tmp_path):
     options = ("train", "digits", "--steps", "4")
     nodes = two(tmp_path, *options, "--layout", "dp2", "--run", "runs/two")
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].said + nodes[1].said
-    alone = [sys.executable, "-m", "shoal", *options, "--layout", "dp2", "--run", "runs/one"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True)
+    assert Parent([*options, "--layout", "dp2", "--run", "runs/one"], tmp_path, tmp_path / "one.txt").wait(90) == 0
     told = difference(tmp_path / "runs/one", tmp_path / "runs/two")
     assert told["exit_code"] == 0, told["text"]
     assert json.loads((tmp_path / "runs/two/run.json").read_text())["world"]["size"] == 2
