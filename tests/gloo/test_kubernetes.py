@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forked import run, well
 from test_nodes import free_port
 
 from shoal.launch.asked import Asked
@@ -66,7 +67,6 @@ def test_pods_open_one_world_and_train_what_a_machine_does(tmp_path, num_pods):
     said = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0] * num_pods, said
     assert "done at step 4" in said[0]
-    alone = [sys.executable, "-m", "shoal", "train", "my_job.py", "--layout", "dp4", "--steps", "4", "--run", "here"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    well(run("train my_job.py --layout dp4 --steps 4 --run here", tmp_path))
     told = difference(tmp_path / "here", tmp_path / "pods")
     assert told["exit_code"] == 0, told["text"]

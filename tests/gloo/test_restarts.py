@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Parent
 from jobs import Adamant
 
 from shoal.checkpoint import newest_good, read
@@ -225,13 +224,7 @@ def test_a_plain_script_is_started_again_as_by_torchrun(tmp_path, num_failures, 
 
 def test_ctrl_c_is_no_failure(tmp_path):
     words = ["train", "digits", "--layout", "dp2", "--run", "run", "--steps", "100000", "--max-restarts", "5"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", *words],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Parent(words, tmp_path, tmp_path / "said")
     until = time.monotonic() + 60
     while len(committed(tmp_path / "run" / NAME)) < 3:
         assert time.monotonic() < until

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from forked import start, well
 from ranks import run_processes
 from torch import nn
 
@@ -250,24 +248,13 @@ def test_a_training_that_fails_is_said_so(capfd):
 
 
 def test_the_command_line_verifies_a_small_gpt(tmp_path: Path):
-    words = ["verify", "gpt", "--layout", "pp2:micro=3", "--json"]
-    for field in ("width=16", "depth=1", "heads=2", "context=16", "batch_size=6"):
-        words += ["--set", field]
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", *words],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    fields = ("width=16", "depth=1", "heads=2", "context=16", "batch_size=6")
+    words = ["verify gpt --layout pp2:micro=3 --json", *(f"--set {field}" for field in fields)]
+    told = json.loads(well(start(" ".join(words), tmp_path).wait(100)).out)
     assert told["verdict"] == "same"
     assert told["worst"]["gradients"]["error"] < 1e-10
     assert told["numerics"]["differ"] is False
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name.partition("_")[0] for path in tmp_path.iterdir()] == ["output"]  # what it said
 
 
 def own_loop(world: World, folder: Path, *, reduced: bool) -> None:

@@ -177,7 +177,7 @@ def test_an_absent_rank_is_named_to_all_within_the_limit():
 def test_rank_0_says_once_whom_it_waits_for(there, size, told):
     def rank(index, _, rendezvous):
         with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(WorldError):
-            meet(stand(there[index], size, rendezvous), limit_s=0.8, notice_s=0.4)
+            meet(stand(there[index], size, rendezvous), limit_s=4, notice_s=2)
         return stderr.getvalue()
 
     assert run_processes(rank, len(there)) == [told, ""]
