@@ -51,6 +51,7 @@ class Pipeline:
         owner: the stage of every atom.
         shares: of every stage, its share of the work, 0 to 1.
         proof: what was proved of it, for a person.
+        view: where its atoms find the walk that goes on.
 
     Raises:
         LayoutError: the model cannot be cut into so many stages; says why.
@@ -77,8 +78,8 @@ class Pipeline:
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # in evaluation; such tensors have no shape that could be told
-        self._view = View()
-        self._skeleton = Skeleton(model, world, self.atoms, self._view)
+        self.view = View()
+        self._skeleton = Skeleton(model, world, self.atoms, self.view)
         self._plans: dict[Any, Plan] = {}
         self._seed: Seed = no_seed
         self._by_hand = ByHand(world.data_rank, world.device)
@@ -112,7 +113,7 @@ class Pipeline:
         self.shares = [sum(c for a, c in work.items() if self.owner[a] == s) / total for s in range(self._num_stages)]
         self._sample_cut = Cut.of(self._sample, self.owner, self._num_stages)
         held = self._drop(parts)
-        self._view.put_on(self._model, self.atoms)
+        self.view.put_on(self._model, self.atoms)
         self._model.__dict__[_KEY] = self
         become(self._model, _Root)
         pp, rank = self._world.layout.pp, self._world.mesh.coordinate(self._world.rank, "pp")
@@ -340,7 +341,7 @@ class Pipeline:
         if chunk.plan.cut.last[stage] < 0 and stage < self._num_stages - 1:
             return walk.leaves()  # nothing of it runs for this micro-batch; it passes on
         try:
-            with self._around(), self._view.walking(walk):
+            with self._around(), self.view.walking(walk):
                 # Containers of its own: a forward may take things out of a dict that it is given.
                 args, kwargs = mapped(lambda tensor: tensor, (chunk.args, chunk.kwargs))
                 output = self._model(*args, **kwargs)
@@ -360,7 +361,7 @@ class Pipeline:
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The model's own forward: as a walk sees it, or, without one, over all stages."""
-        walk = self._view.walk
+        walk = self.view.walk
         if walk is None:
             return self._whole(args, kwargs)
         assert isinstance(walk, StageWalk)

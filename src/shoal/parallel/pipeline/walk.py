@@ -148,7 +148,7 @@ class StageWalk(Walk):
     ) -> None:
         super().__init__()
         self._program, self._cut, self._stage = program, cut, stage
-        self._shapes, self._common, self._is_dry = shapes, common, is_dry
+        self._shapes, self.common, self._is_dry = shapes, common, is_dry
         self._likenesses = likenesses
         self._held = dict(received)  # by number: what this stage has, where it is wanted by number
         self._sent = set(cut.leaves(stage))
@@ -185,7 +185,7 @@ class StageWalk(Walk):
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """In every stage; what it draws is drawn alike."""
-        with self._common() if may_draw(func) else contextlib.nullcontext():
+        with self.common() if may_draw(func) else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     def atom(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a look at a model must know of a pipeline: which forward runs, who holds what, and what each stage draws."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.data.digest import digest
 from shoal.parallel.parts import Part, paste
+from shoal.parallel.pipeline.walk import StageWalk
 from shoal.parallel.place import placement_of
 from shoal.world import World
 
@@ -33,6 +35,7 @@ class Turns:
         pipeline = None if world is None else placement_of(model).pipeline
         self.owner: Mapping[str, int] = {} if pipeline is None else pipeline.owner
         self._stages = [] if pipeline is None else list(pipeline.stages)
+        self._view = None if pipeline is None else pipeline.view
         self.micro, self.stage = -1, 0
         for stage in self._stages:
             stage.forward_one_chunk = self._told(stage.stage_index, stage.forward_one_chunk)  # type: ignore[method-assign]
@@ -48,6 +51,11 @@ class Turns:
     def is_pipeline(self) -> bool:
         """Whether the model is spread over stages."""
         return bool(self._stages)
+
+    def common(self) -> contextlib.AbstractContextManager[None]:
+        """Within a forward: the random stream that all stages share is the generator's."""
+        walk = None if self._view is None else self._view.walk
+        return walk.common() if isinstance(walk, StageWalk) else contextlib.nullcontext()
 
     @property
     def atoms(self) -> list[str]:
@@ -91,7 +99,8 @@ class Streams:
             self.facts.setdefault("random", _state())
 
     def _note_shared(self, *_: Any) -> None:
-        self._note(f"{self._turns.micro}/")
+        with self._turns.common():
+            self._note(f"{self._turns.micro}/")
 
     def _note_own(self, *_: Any) -> None:
         self._note(f"{self._turns.micro}/{self._turns.stage}")
