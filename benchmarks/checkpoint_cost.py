@@ -10,9 +10,9 @@ In each layout four loops of one training take turns, round by round:
     shoal, waited    the loop stands until the checkpoint is committed: copy, checksums, write, sync, rename
     shoal            as a training does it
 
-`stands still` is the time in the call, on rank 0; `in all` is what the loop is longer by than the one without saves:
-also what its steps lose to the thread that writes, and to ranks that wait. Medians over the rounds. Each rank has one
-CPU thread.
+`stands still` is the time in the call, on rank 0, once the save before is done; `in all` is what the loop is longer by
+than the one without saves: also what its steps lose to the thread that writes, and to ranks that wait. Medians over the
+rounds. Each rank has one CPU thread. On a machine that has other work to do the second figure is mostly noise.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from shoal.run import Run
 from shoal.world import Place
 
 Save = Callable[[Run], None]
+Times = tuple[float, float, float]
 Steps = Iterator[Callable[[], object]]
 _SAVES = 2  # in a loop
 
@@ -118,9 +119,9 @@ def rank(place: Place, layout: str, folder: Path, rounds: int, every: int, depth
             "shoal, waited": _waited,
             "shoal": lambda run: run.save(),
         }
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
+        times: dict[str, list[Times]] = {name: [] for name in saves}
         _loop(run, steps, every, saves["none"])
-        first_s, _ = _loop(run, steps, every, saves["shoal"], num_saves=1)
+        first_s, *_ = _loop(run, steps, every, saves["shoal"], num_saves=1)
         for number in range(rounds + 1):
             for name, save in saves.items():
                 run._writer.wait()
@@ -135,25 +136,29 @@ def rank(place: Place, layout: str, folder: Path, rounds: int, every: int, depth
         run.close()
 
 
-def _loop(run: Run, steps: Steps, every: int, save: Save, num_saves: int = _SAVES) -> tuple[float, float]:
-    """Seconds for each save: in the call, and of the whole loop."""
-    stands_s, began = 0.0, time.perf_counter()
+def _loop(run: Run, steps: Steps, every: int, save: Save, num_saves: int = _SAVES) -> Times:
+    """Seconds for each save: in the call, before it for the save before, and of the whole loop."""
+    stands_s, waits_s, began = 0.0, 0.0, time.perf_counter()
     for _ in range(num_saves):
         for _ in range(every):
             next(steps)()
         called = time.perf_counter()
+        run._writer.wait()
+        ready = time.perf_counter()
         save(run)
-        stands_s += time.perf_counter() - called
+        waits_s, stands_s = waits_s + ready - called, stands_s + time.perf_counter() - ready
     run.world.barrier()
-    return stands_s / num_saves, (time.perf_counter() - began) / num_saves
+    return stands_s / num_saves, waits_s / num_saves, (time.perf_counter() - began) / num_saves
 
 
-def show(layout: str, times: dict[str, list[tuple[float, float]]], first_s: float, num_bytes: float) -> None:
+def show(layout: str, times: dict[str, list[Times]], first_s: float, num_bytes: float) -> None:
     """A table: per save, and the share of a save that is waited for."""
-    plain_s = [loop_s for _, loop_s in times["none"]]
-    stands = {name: statistics.median(row[0] for row in rows) for name, rows in times.items()}
+    plain_s = [row[2] for row in times["none"]]
+    stands, waits = (
+        {name: statistics.median(row[at] for row in rows) for name, rows in times.items()} for at in (0, 1)
+    )
     grows = {
-        name: statistics.median(loop_s - plain for (_, loop_s), plain in zip(rows, plain_s, strict=True))
+        name: statistics.median(row[2] - plain for row, plain in zip(rows, plain_s, strict=True))
         for name, rows in times.items()
     }
     print(f"\n{layout}: {num_bytes / 1e6:.0f} MB a save, one every {statistics.median(plain_s):.2f} s of steps")
@@ -163,7 +168,10 @@ def show(layout: str, times: dict[str, list[tuple[float, float]]], first_s: floa
         if name != "none":
             shares = stands[name] / stands["shoal, waited"], grows[name] / grows["shoal, waited"]
             print(f"| {name} | {stands[name]:.3f} | {shares[0]:.1%} | {grows[name]:.2f} | {shares[1]:.0%} |")
-    print(f"the first one of the process stands still for {first_s:.3f} s", flush=True)
+    print(
+        f"the first save of the process stands still for {first_s:.3f} s; to the end of the save before, the loop waits"
+    )
+    print(f"for {waits['shoal']:.3f} s, which is in the last two columns alone", flush=True)
 
 
 def main() -> None:
