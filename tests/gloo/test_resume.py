@@ -209,6 +209,26 @@ def test_only_the_last_ones_are_kept(tmp_path):
     assert checkpoint_steps(tmp_path) == [4, 5]
 
 
+@pytest.mark.parametrize(("save_every", "made"), [(2, ["after step 1"]), (None, [])])
+def test_room_for_saves_is_made_once_and_where_steps_would_wait_for_it(tmp_path, monkeypatch, save_every, made):
+    seen, prepare = [], Writer.prepare
+
+    def watched(writer, tree):
+        seen.append(f"after step {tree['position']['step']}")
+        assert tree["optimizer"]["state"]  # which is most of what a save copies
+        prepare(writer, tree)
+
+    monkeypatch.setattr(Writer, "prepare", watched)
+    with World.open("lone") as world:
+        run = assemble(jobs.Adamant(steps=4), world, folder=tmp_path, save_every=save_every, quiet=True)
+        for step in run.steps():
+            step()
+            run.save_if_due()
+        run.close()
+    assert seen == made
+    assert checkpoint_steps(tmp_path)[-1] == 4
+
+
 def test_two_runs_cannot_write_to_one_folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     held = Writer(tmp_path / "checkpoints")

@@ -40,6 +40,13 @@ def test_values_at_other_places_show(shape):
     assert len({fingerprint(other) for other in [tensor, swapped, *others]}) == 8
 
 
+def test_words_that_change_places_along_a_row_or_a_column_of_the_sums_show():
+    words = torch.arange(4 * 8192).view(4, 8192)
+    along_a_row = words.index_select(1, torch.arange(8192).roll(1))
+    along_a_column = words.index_select(0, torch.arange(4).roll(1))
+    assert len({fingerprint(x.flatten()) for x in (words, along_a_row, along_a_column)}) == 3
+
+
 def test_zeros_of_either_sign_and_all_kinds_of_nan_differ():
     zeros = torch.zeros(40_000)
     nan = zeros.clone().fill_(torch.nan)
